@@ -1,0 +1,1 @@
+"""What the ports share: dispatch, device facts, kernels, weights, accuracy."""

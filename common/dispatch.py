@@ -1,0 +1,399 @@
+"""Ops and back ends: the one place that decides which code runs for a call, and remembers why.
+
+An op is its pure-torch reference. Further implementations (Triton, oneDNN, ...) are registered for device types and
+are picked per call, by the device of the first tensor argument: forced choice, then the first implementation that
+does not refuse, then the reference. `explain()` tells what was picked and why.
+
+    @op
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    @rms_norm.implement("triton", "xpu", "cuda", refuses=_refuses)
+    def rms_norm_triton(x, weight, eps): ...
+
+Every op is a `torch.library` op too (`torch.ops.xpu_ports.<name>`): under `torch.compile` that overload is traced,
+so a graph stays whole and the choice is made when it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import pkgutil
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, infer_schema
+
+ENVIRONMENT = "XPU_PORTS_BACKEND"
+# Packages whose modules define ops; imported by name, so that imports keep pointing one way.
+OP_PACKAGES = ("xpu_ports.common.kernels", "xpu_ports.quant")
+
+_LIB = Library("xpu_ports", "DEF")
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+OPS: dict[str, Op] = {}
+# Back ends that can run on CPU tensors here although they are written for accelerators (Triton's interpreter).
+# They are taken on a CPU only when forced: a fresh machine runs the reference.
+EMULATED_ON_CPU: set[str] = set()
+
+
+class BackendError(RuntimeError):
+    """The back end that was asked for cannot run this call."""
+
+
+# ---------------------------------------------------------------------------------------------------- forced choices
+
+_EVERY_OP = "*"
+# None: nothing set in this context yet, so the environment decides.
+_FORCED: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar("xpu_ports_backend", default=None)
+_from_environment: Mapping[str, str] | None = None
+
+
+def _forced_choices() -> Mapping[str, str]:
+    forced = _FORCED.get()
+    return _environment_choices() if forced is None else forced
+
+
+def _environment_choices() -> Mapping[str, str]:
+    global _from_environment
+    if _from_environment is None:
+        _from_environment = _parse_choices(os.environ.get(ENVIRONMENT, ""))
+    return _from_environment
+
+
+def _parse_choices(text: str) -> Mapping[str, str]:
+    choices = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, backend = item.rpartition("=")
+        name = name.strip() or _EVERY_OP
+        _check_choice(backend.strip(), None if name == _EVERY_OP else name, f"{ENVIRONMENT}={text!r}")
+        choices[name] = backend.strip()
+    return choices
+
+
+def _check_choice(backend: str, name: str | None, where: str) -> None:
+    if name is not None and name not in OPS:
+        load_ops()
+        if name not in OPS:
+            near = difflib.get_close_matches(name, OPS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{where}: no op is named {name!r}{hint} Known ops: {', '.join(sorted(OPS))}")
+    known = known_backends()
+    if backend not in known:
+        load_ops()
+        known = known_backends()
+    if backend not in known:
+        raise ValueError(f"{where}: no back end is named {backend!r}. Known back ends: {', '.join(sorted(known))}")
+
+
+def known_backends() -> set[str]:
+    """Names that `use_backend` takes: "reference" and every registered back end."""
+    return {"reference"} | {i.backend for op in OPS.values() for i in op.implementations}
+
+
+def load_ops() -> None:
+    """Import every module that defines ops, so that `OPS` is complete."""
+    for package_name in OP_PACKAGES:
+        package = importlib.import_module(package_name)
+        for module in pkgutil.walk_packages(package.__path__, package_name + "."):
+            importlib.import_module(module.name)
+
+
+@contextlib.contextmanager
+def use_backend(backend: str | None, op: str | None = None) -> Iterator[None]:
+    """Force a back end inside a `with` block: one that cannot run a call raises `BackendError` with the reasons.
+
+    Args:
+        backend: "reference", "triton", ...; None lets the dispatch choose again, also against the environment.
+        op: the name of one op; every op without a choice of its own when left out. Nested blocks add up, and a
+            choice for one op goes before a choice for all.
+
+    Raises:
+        ValueError: the op or the back end does not exist.
+    """
+    if backend is not None:
+        _check_choice(backend, op, "use_backend")
+    key = op or _EVERY_OP
+    if backend is None and op is None:
+        choices: dict[str, str] = {}
+    else:
+        choices = {name: choice for name, choice in _forced_choices().items() if name != key}
+        if backend is not None:
+            choices[key] = backend
+    token = _FORCED.set(choices)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+# ------------------------------------------------------------------------------------------------------------ ledger
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One line of the ledger: `calls` calls of `op` ran on `backend`, because of `reason`."""
+
+    op: str
+    backend: str
+    device: str
+    reason: str
+    calls: int
+
+
+_ledger: dict[tuple[str, str, str, str], int] = {}
+
+
+class Explanation(list[Decision]):
+    """The ledger's lines, printable: most called first."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no op has been called yet"
+        rows = [("op", "back end", "device", "calls", "why")]
+        rows += [(d.op, d.backend, d.device, str(d.calls), d.reason) for d in self]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def record(subject: str, choice: str, device: str, reason: str, calls: int = 1) -> None:
+    """Add a line to the ledger for a choice that is not an op's, such as a decode step that was not captured."""
+    key = (subject, choice, device, reason)
+    _ledger[key] = _ledger.get(key, 0) + calls
+
+
+def explain(show: bool = True) -> Explanation:
+    """Which back end ran each op, why, and how often, since the start or the last `reset_explain()`.
+
+    Args:
+        show: print the table as well.
+
+    Returns:
+        The lines as `Decision`s, most called first. Calls replayed from a captured graph are not counted again.
+    """
+    lines = (Decision(*key, calls) for key, calls in list(_ledger.items()))
+    explanation = Explanation(sorted(lines, key=lambda d: (-d.calls, d.op, d.backend)))
+    if show:
+        print(explanation)
+    return explanation
+
+
+def reset_explain() -> None:
+    """Empty the ledger that `explain()` shows."""
+    _ledger.clear()
+
+
+# --------------------------------------------------------------------------------------------------------------- ops
+
+
+def _never(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    backend: str
+    devices: tuple[str, ...]
+    run: Callable[..., Any]
+    # Why this call is not supported, or None. Called with the op's own arguments.
+    refuses: Callable[..., str | None]
+
+
+class Op:
+    """A reference and its implementations. Call it like the function that it was made from."""
+
+    def __init__(self, reference: Callable[..., Any], mutates: Iterable[str] = ()) -> None:
+        self.name = reference.__name__
+        if self.name in OPS:
+            raise RuntimeError(f"op {self.name!r} is registered twice: its module was imported under two names")
+        self.reference = reference
+        self.mutates = tuple(mutates)
+        self.implementations: list[Implementation] = []
+        self.differentiable = False
+        self._by_device: dict[str, list[Implementation]] = {}
+        self._reference = Implementation("reference", (), reference, _never)
+        functools.update_wrapper(self, reference)
+        self.signature = inspect.signature(reference, eval_str=True)
+        # The reference runs on CPU and CUDA tensors alike, so its own parameter defaults are the op's.
+        returns = self.signature.return_annotation
+        # `Tensor | tuple[Tensor, ...]`: a schema has a fixed number of outputs, so such an op returns a list there.
+        self._packs = returns not in (Tensor, None) and typing.get_origin(returns) is not tuple
+        prototype = self._packed(reference)
+        _LIB.define(self.name + infer_schema(prototype, mutates_args=self.mutates))
+        _LIB.impl(self.name, self._packed(self._run), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"xpu_ports::{self.name}", prototype, lib=_LIB)
+        self.overload = getattr(torch.ops.xpu_ports, self.name).default
+        OPS[self.name] = self
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}: {', '.join(['reference', *(i.backend for i in self.implementations)])}>"
+
+    def implement(
+        self, backend: str, *devices: str, refuses: Callable[..., str | None]
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register a back end for device types; the order of registration is the order of preference.
+
+        Args:
+            backend: its name in `use_backend` and `explain()`.
+            devices: device types, such as "xpu" and "cuda".
+            refuses: called with the op's arguments; returns why it cannot run them, or None. Cheap, never raises.
+
+        Raises:
+            TypeError: the parameters differ from the reference's in name, order or default.
+        """
+
+        def register(run: Callable[..., Any]) -> Callable[..., Any]:
+            ours = [(p.name, p.default) for p in self.signature.parameters.values()]
+            theirs = [(p.name, p.default) for p in inspect.signature(run).parameters.values()]
+            if ours != theirs:
+                raise TypeError(f"{self.name}/{backend}: parameters {theirs} differ from the reference's {ours}")
+            implementation = Implementation(backend, devices, run, refuses)
+            self.implementations.append(implementation)
+            for device in devices:
+                self._by_device.setdefault(device, []).append(implementation)
+            return run
+
+        return register
+
+    def differentiate(self, setup_context: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register the backward, `backward(ctx, *grads)`; without one, a call that needs a gradient runs the reference."""
+
+        def register(backward: Callable[..., Any]) -> Callable[..., Any]:
+            torch.library.register_autograd(
+                f"xpu_ports::{self.name}", backward, setup_context=setup_context, lib=_LIB
+            )
+            self.differentiable = True
+            return backward
+
+        return register
+
+    def backends(self, device: str) -> list[str]:
+        """Names of the back ends that exist for a device type, the reference last."""
+        return [*(i.backend for i in self._candidates(device, forced="")), "reference"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._traced(*args, **kwargs)
+        x = args[0] if args and type(args[0]) in _PLAIN_TENSORS else self._first_tensor(args, kwargs)
+        if type(x) not in _PLAIN_TENSORS:
+            # FakeTensor, DTensor, ...: their own dispatch must see the op.
+            return self._unpack(self.overload(*args, **kwargs))
+        if torch.is_grad_enabled() and _needs_grad(args, kwargs):
+            implementation = self._select(x.device.type, args, kwargs, True)
+            if implementation is not self._reference:
+                return self._unpack(self.overload(*args, **kwargs))
+        else:
+            implementation = self._select(x.device.type, args, kwargs, False)
+        return implementation.run(*args, **kwargs)
+
+    def choose(self, *args: Any, **kwargs: Any) -> tuple[str, str]:
+        """The back end that this call would run on and the reason, without running or counting it.
+
+        Raises:
+            BackendError: a back end is forced and cannot run the call.
+        """
+        x = self._first_tensor(args, kwargs)
+        needs_grad = torch.is_grad_enabled() and _needs_grad(args, kwargs)
+        implementation, reason = self._decide(x.device.type, args, kwargs, needs_grad)
+        return implementation.backend, reason
+
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not self.differentiable and _needs_grad(args, kwargs):
+            # No backward to trace: the compiler differentiates and fuses the reference instead.
+            return self.reference(*args, **kwargs)
+        return self._unpack(self.overload(*args, **kwargs))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        x = self._first_tensor(args, kwargs)
+        return self._select(x.device.type, args, kwargs, False).run(*args, **kwargs)
+
+    def _select(self, device: str, args: tuple, kwargs: dict, needs_grad: bool) -> Implementation:
+        implementation, reason = self._decide(device, args, kwargs, needs_grad)
+        key = (self.name, implementation.backend, device, reason)
+        _ledger[key] = _ledger.get(key, 0) + 1
+        return implementation
+
+    def _decide(self, device: str, args: tuple, kwargs: dict, needs_grad: bool) -> tuple[Implementation, str]:
+        choices = _FORCED.get()
+        if choices is None:
+            choices = _from_environment if _from_environment is not None else _environment_choices()
+        forced = (choices.get(self.name) or choices.get(_EVERY_OP)) if choices else None
+        if forced == "reference":
+            return self._reference, "forced"
+        refusals = []
+        for candidate in self._candidates(device, forced):
+            if forced is not None and candidate.backend != forced:
+                continue
+            refusal = candidate.refuses(*args, **kwargs)
+            if refusal is None and needs_grad and not self.differentiable:
+                refusal = "no backward, and a gradient is needed"
+            if refusal is None:
+                return candidate, "first that does not refuse" if forced is None else "forced"
+            refusals.append(f"{candidate.backend}: {refusal}")
+        if forced is not None:
+            raise BackendError(
+                f"{self.name}: back end {forced!r} was asked for and cannot run this call on {device}: "
+                + ("; ".join(refusals) or self._where(forced))
+            )
+        return self._reference, "; ".join(refusals) or f"no other back end for {device}"
+
+    def _candidates(self, device: str, forced: str | None) -> list[Implementation]:
+        if device == "cpu" and EMULATED_ON_CPU and forced is not None:
+            emulated = [i for i in self.implementations if i.backend in EMULATED_ON_CPU and "cpu" not in i.devices]
+            return [*self._by_device.get(device, ()), *emulated]
+        return self._by_device.get(device, [])
+
+    def _where(self, backend: str) -> str:
+        devices = sorted({d for i in self.implementations if i.backend == backend for d in i.devices})
+        return f"it runs on {' and '.join(devices)}" if devices else "this op has no such back end"
+
+    def _first_tensor(self, args: tuple, kwargs: dict) -> Tensor:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                return value
+        raise TypeError(f"{self.name} needs a tensor among its arguments")
+
+    def _packed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with the outputs of the torch.library schema."""
+        if not self._packs:
+            return function
+
+        def packed(*args: Any, **kwargs: Any) -> list[Tensor]:
+            outputs = function(*args, **kwargs)
+            return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+        packed.__signature__ = self.signature.replace(return_annotation=list[Tensor])  # type: ignore[attr-defined]
+        packed.__annotations__ = {
+            **{name: p.annotation for name, p in self.signature.parameters.items()},
+            "return": list[Tensor],
+        }
+        return packed
+
+    def _unpack(self, outputs: Any) -> Any:
+        if not self._packs:
+            return outputs
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _needs_grad(args: tuple, kwargs: dict) -> bool:
+    return any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values()))
+
+
+def op(reference: Callable[..., Any] | None = None, *, mutates: Iterable[str] = ()) -> Any:
+    """Make an op of its reference: `@op`, or `@op(mutates=("state",))` for one that writes into an argument.
+
+    The reference is pure torch on any device and dtype, annotated (a schema is made of it), positional, without
+    `**kwargs`; what it mutates it does not return, and no output shares memory with an argument.
+    """
+    if reference is None:
+        return functools.partial(Op, mutates=mutates)
+    return Op(reference)

@@ -1,0 +1,77 @@
+"""The one import of Triton: `from xpu_ports.common.tritonlib import AVAILABLE, tl, triton`.
+
+PyTorch for XPU and for CUDA bring a Triton of their own; a CPU build has none. Without it the names are inert
+stand-ins, so that modules with kernels still import and their references run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xpu_ports.common import dispatch
+
+
+class _Inert:
+    """Stands in for `triton` and `tl`: attributes and calls give itself back, and a decorated function stays as it is."""
+
+    def __getattr__(self, name: str) -> _Inert:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], _Inert):
+            return args[0]
+        return self
+
+    def __getitem__(self, item: Any) -> _Inert:
+        return self
+
+
+try:
+    import triton
+    import triton.language as tl
+
+    AVAILABLE = True
+    WHY_NOT = ""
+except ImportError as error:
+    triton = tl = _Inert()  # type: ignore[assignment]
+    AVAILABLE = False
+    WHY_NOT = f"Triton cannot be imported: {error}"
+
+# Set before the first import of a kernel: Triton decides at `@triton.jit` whether a kernel is interpreted.
+INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    dispatch.EMULATED_ON_CPU.add("triton")
+
+
+def version() -> tuple[int, int]:
+    """Triton's (major, minor), read off the module: on XPU its distribution has another name. (0, 0) without it."""
+    if not AVAILABLE:
+        return (0, 0)
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    """Make the tensor's device the current one for a launch; free where it is the current one already."""
+    if x.device.type == "cpu":
+        return contextlib.nullcontext()
+    if torch.accelerator.current_device_index() == x.device.index:
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(x.device.index)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
