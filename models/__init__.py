@@ -1,0 +1,31 @@
+"""Models: Hugging Face-compatible trees on the shared ops. `register()` makes transformers' Auto classes return them."""
+
+from __future__ import annotations
+
+import importlib
+
+# Model type -> (its config's name, Auto class -> our class). Looked up by name, so that nothing is imported early.
+PORTS = {
+    "zamba2": ("Zamba2Config", {"AutoModel": "Zamba2Model", "AutoModelForCausalLM": "Zamba2ForCausalLM"}),
+}
+
+
+def register(*names: str) -> None:
+    """Make `AutoModel`, `AutoModelForCausalLM` and `pipeline` return the ports.
+
+    Args:
+        names: model types, such as "zamba2"; all of them when left out.
+
+    Raises:
+        ValueError: there is no port of that model type.
+    """
+    import transformers
+
+    for name in names or PORTS:
+        if name not in PORTS:
+            raise ValueError(f"no port of model type {name!r}; there are: {', '.join(PORTS)}")
+        config_name, classes = PORTS[name]
+        module = importlib.import_module(f"xpu_ports.models.{name}")
+        for auto_name, class_name in classes.items():
+            auto_class = getattr(transformers, auto_name)
+            auto_class.register(getattr(module, config_name), getattr(module, class_name), exist_ok=True)

@@ -1,0 +1,146 @@
+"""Layers that several models use, as modules: parameters under the names of checkpoints, work done by ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm, total_dtype
+from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """RMS normalization of the last dimension, optionally of the sum with a residual."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalize x, or x + residual.
+
+        Args:
+            x: [..., N].
+            residual: [..., N] or None.
+
+        Returns:
+            [..., N] in x's dtype; with a residual also the sum, in the residual's dtype.
+        """
+        if residual is None:
+            return rms_norm(x, self.weight, self.variance_epsilon)
+        return add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.variance_epsilon}"
+
+
+class Mixer2RMSNormGated(nn.Module):
+    """Mamba-2's gated norm, norm(x * silu(gate)) * weight by groups: a drop-in for vLLM's class of this name."""
+
+    def __init__(self, full_hidden_size: int, full_n_groups: int, use_rms_norm: bool = True, eps: float = 1e-6) -> None:
+        """Make the layer.
+
+        Args:
+            full_hidden_size: columns.
+            full_n_groups: groups of columns, each with a mean square of its own; divides the columns.
+            use_rms_norm: False for x * silu(gate) alone, without a weight.
+            eps: added to the mean square.
+
+        Raises:
+            ValueError: the groups do not divide the columns.
+        """
+        super().__init__()
+        if full_n_groups <= 0 or full_hidden_size % full_n_groups:
+            raise ValueError(f"full_n_groups is {full_n_groups}, which does not divide {full_hidden_size} columns")
+        self.group_size = full_hidden_size // full_n_groups
+        self.n_groups = full_n_groups
+        self.variance_epsilon = eps
+        self.use_rms_norm = use_rms_norm
+        self.register_parameter("weight", nn.Parameter(torch.ones(full_hidden_size)) if use_rms_norm else None)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Gate and normalize x.
+
+        Args:
+            x, gate: [..., full_hidden_size], any row strides.
+
+        Returns:
+            [..., full_hidden_size] in x's dtype.
+        """
+        if not self.use_rms_norm:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return (x.to(wide) * nn.functional.silu(gate.to(wide))).to(x.dtype)
+        return gated_rms_norm(x, gate, self.weight, self.variance_epsilon, self.group_size)
+
+    def extra_repr(self) -> str:
+        return f"groups={self.n_groups} of {self.group_size}, eps={self.variance_epsilon}"
+
+
+class FusedRMSNormGated(nn.Module):
+    """KDA's gated norm, norm(x) * weight * act(g): a drop-in for flash-linear-attention's class of this name.
+
+    Two things differ from the original, on purpose: x is never overwritten, and `residual_in_fp32` holds with a
+    residual too.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        activation: str = "swish",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            hidden_size: columns.
+            elementwise_affine: False for no weight.
+            eps: added to the mean square.
+            activation: "swish" (or "silu", the same) or "sigmoid".
+            device, dtype: the weight's.
+
+        Raises:
+            ValueError: the activation is unknown.
+        """
+        super().__init__()
+        if activation not in ("swish", "silu", "sigmoid"):
+            raise ValueError(f"activation is {activation!r}, expected 'swish', 'silu' or 'sigmoid'")
+        self.hidden_size = hidden_size
+        self.elementwise_affine = elementwise_affine
+        self.eps = eps
+        self.activation = activation
+        weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", None)
+
+    def forward(
+        self,
+        x: Tensor,
+        g: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalize x, or x + residual, and gate it.
+
+        Args:
+            x, g: [..., hidden_size], any row strides.
+            residual: [..., hidden_size] or None.
+            prenorm: also return x + residual (x where there is none).
+            residual_in_fp32: return that in fp32.
+
+        Returns:
+            [..., hidden_size] in x's dtype; with `prenorm` a pair.
+        """
+        activation = "sigmoid" if self.activation == "sigmoid" else "silu"
+        if prenorm and residual is None:
+            # The sum is x itself: no copy through the kernel.
+            y = gated_rms_norm(x, g, self.weight, self.eps, None, True, activation)
+            return y, x.to(total_dtype(x, None, residual_in_fp32))
+        return gated_rms_norm(x, g, self.weight, self.eps, None, True, activation, residual, prenorm, residual_in_fp32)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, activation={self.activation}"
