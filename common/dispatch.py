@@ -211,7 +211,9 @@ class Implementation:
 class Op:
     """A reference and its implementations. Call it like the function that it was made from."""
 
-    def __init__(self, reference: Callable[..., Any], mutates: Iterable[str] = ()) -> None:
+    def __init__(
+        self, reference: Callable[..., Any], mutates: Iterable[str] = (), fake: Callable[..., Any] | None = None
+    ) -> None:
         self.name = reference.__name__
         if self.name in OPS:
             raise RuntimeError(f"op {self.name!r} is registered twice: its module was imported under two names")
@@ -230,7 +232,7 @@ class Op:
         prototype = self._packed(reference)
         _LIB.define(self.name + infer_schema(prototype, mutates_args=self.mutates))
         _LIB.impl(self.name, self._packed(self._run), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"xpu_ports::{self.name}", prototype, lib=_LIB)
+        torch.library.register_fake(f"xpu_ports::{self.name}", self._packed(fake or reference), lib=_LIB)
         self.overload = getattr(torch.ops.xpu_ports, self.name).default
         OPS[self.name] = self
 
@@ -265,12 +267,10 @@ class Op:
         return register
 
     def differentiate(self, setup_context: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register the backward, `backward(ctx, *grads)`; without one, a call that needs a gradient runs the reference."""
+        """Register `backward(ctx, *grads)`; without one, a call that needs a gradient runs the reference."""
 
         def register(backward: Callable[..., Any]) -> Callable[..., Any]:
-            torch.library.register_autograd(
-                f"xpu_ports::{self.name}", backward, setup_context=setup_context, lib=_LIB
-            )
+            torch.library.register_autograd(f"xpu_ports::{self.name}", backward, setup_context=setup_context, lib=_LIB)
             self.differentiable = True
             return backward
 
@@ -388,12 +388,19 @@ def _needs_grad(args: tuple, kwargs: dict) -> bool:
     return any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values()))
 
 
-def op(reference: Callable[..., Any] | None = None, *, mutates: Iterable[str] = ()) -> Any:
+def op(
+    reference: Callable[..., Any] | None = None,
+    *,
+    mutates: Iterable[str] = (),
+    fake: Callable[..., Any] | None = None,
+) -> Any:
     """Make an op of its reference: `@op`, or `@op(mutates=("state",))` for one that writes into an argument.
 
     The reference is pure torch on any device and dtype, annotated (a schema is made of it), positional, without
-    `**kwargs`; what it mutates it does not return, and no output shares memory with an argument.
+    `**kwargs`; what it mutates it does not return, and no output shares memory with an argument. It also runs on
+    tensors without data, to tell the outputs' shapes; one that reads values or loops over time needs `fake`, a
+    function of the same arguments that returns empty tensors.
     """
     if reference is None:
-        return functools.partial(Op, mutates=mutates)
+        return functools.partial(Op, mutates=mutates, fake=fake)
     return Op(reference)
