@@ -65,16 +65,25 @@ def _forced_choices() -> Mapping[str, str]:
 def _environment_choices() -> Mapping[str, str]:
     global _from_environment
     if _from_environment is None:
-        _from_environment = _parse_choices(os.environ.get(ENVIRONMENT, ""))
+        _from_environment = parse_choices(os.environ.get(ENVIRONMENT, ""))
     return _from_environment
 
 
-def _parse_choices(text: str) -> Mapping[str, str]:
+def parse_choices(text: str, where: str = ENVIRONMENT) -> Mapping[str, str]:
+    """Read choices such as "triton" or "gated_rms_norm=reference,triton": op -> back end, "*" for every other op.
+
+    Args:
+        text: back ends, each for one op or, without a name, for all that have no choice of their own.
+        where: what the text was given as, for the error.
+
+    Raises:
+        ValueError: the op or the back end does not exist.
+    """
     choices = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, backend = item.rpartition("=")
         name = name.strip() or _EVERY_OP
-        _check_choice(backend.strip(), None if name == _EVERY_OP else name, f"{ENVIRONMENT}={text!r}")
+        _check_choice(backend.strip(), None if name == _EVERY_OP else name, f"{where}={text!r}")
         choices[name] = backend.strip()
     return choices
 
@@ -129,6 +138,23 @@ def use_backend(backend: str | None, op: str | None = None) -> Iterator[None]:
         if backend is not None:
             choices[key] = backend
     token = _FORCED.set(choices)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+@contextlib.contextmanager
+def use_choices(text: str, where: str = ENVIRONMENT) -> Iterator[None]:
+    """Force what a text says inside a `with` block, instead of what the environment or an outer block says.
+
+    Args:
+        text, where: as `parse_choices` takes them.
+
+    Raises:
+        ValueError: the op or the back end does not exist.
+    """
+    token = _FORCED.set(parse_choices(text, where))
     try:
         yield
     finally:
