@@ -17,7 +17,7 @@ from xpu_ports.common import dispatch
 
 
 class _Inert:
-    """Stands in for `triton` and `tl`: attributes and calls give itself back, and a decorated function stays as it is."""
+    """Stands in for `triton` and `tl`: attributes and calls give itself, a decorated function stays as it is."""
 
     def __getattr__(self, name: str) -> _Inert:
         if name.startswith("__"):

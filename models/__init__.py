@@ -1,4 +1,4 @@
-"""Models: Hugging Face-compatible trees on the shared ops. `register()` makes transformers' Auto classes return them."""
+"""Hugging Face-compatible model trees on the shared ops; `register()` makes transformers' Auto classes return them."""
 
 from __future__ import annotations
 

@@ -372,12 +372,12 @@ class Zamba2PreTrainedModel(PreTrainedModel):
     config_class = Zamba2Config
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Zamba2HybridLayer", "Zamba2MambaDecoderLayer"]  # noqa: RUF012
+    _no_split_modules = ["Zamba2HybridLayer", "Zamba2MambaDecoderLayer"]
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_sdpa = True
     _is_stateful = True
-    _can_record_outputs = {"attentions": Zamba2Attention}  # noqa: RUF012
+    _can_record_outputs = {"attentions": Zamba2Attention}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -402,19 +402,19 @@ class Zamba2Model(Zamba2PreTrainedModel):
         if config.use_mem_rope:
             self.rotary_emb = Zamba2RotaryEmbedding(config)
         self.gradient_checkpointing = False
-        self.post_init()
-
-    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Shared blocks share their weights whatever `tie_word_embeddings` says: place j has those of j mod blocks."""
-        if all_submodels:
-            return super().get_expanded_tied_weights_keys(all_submodels=True)
-        ids, blocks = self.config.hybrid_layer_ids, self.config.num_mem_blocks
-        return {
+        # Place j of the shared blocks has the weights of place j mod (number of blocks).
+        ids, blocks = config.hybrid_layer_ids, config.num_mem_blocks
+        self._tied_weights_keys = {
             f"layers.{layer}.shared_transformer.{name}": f"layers.{ids[place % blocks]}.shared_transformer.{name}"
             for place, layer in enumerate(ids)
             if place >= blocks
             for name, _ in self.layers[layer].shared_transformer.named_parameters()
         }
+        self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Shared blocks share their weights whatever `tie_word_embeddings` says, so the base class is not asked."""
+        return dict(self._tied_weights_keys)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -500,7 +500,7 @@ def mask_of_tokens(attention_mask: Tensor | None, T: int) -> Tensor | None:
 class Zamba2ForCausalLM(Zamba2PreTrainedModel, GenerationMixin):
     """Zamba2 with the head that gives logits, tied to the embeddings."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: Zamba2Config) -> None:
         super().__init__(config)

@@ -1,0 +1,62 @@
+# What a person runs: `make demo` and `make test` set up all they need in .venv.
+
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+# The torch to install where the venv has none. The CPU build by default; any requirement that pip takes.
+TORCH ?=
+CPU_TORCH := 2.13.0
+PYTEST_ARGS ?=
+
+.PHONY: help demo test lint typecheck wheel xpu-check xpu-test clean
+
+help:
+	@echo "make demo       set up .venv, then text from the tiny Zamba2 checkpoint"
+	@echo "make test       set up .venv, then lint and the whole test suite"
+	@echo "make xpu-check  compile every kernel for Intel GPUs and run it on this CPU (Linux, apt)"
+	@echo "make xpu-test   on a machine with an Intel GPU: the op tests on the GPU, with a report to send"
+	@echo "make wheel      build the wheel into dist/"
+	@echo "make clean      remove the venvs and what was built"
+
+$(VENV)/.core: pyproject.toml setup.py
+	@test -x $(PY) || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Python 3.11 or newer is needed, $(PYTHON) is older: make demo PYTHON=python3.11"; exit 2; }
+	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing torch"; \
+	    if [ -n "$(TORCH)" ]; then $(PIP) install "$(TORCH)"; else \
+	    $(PIP) install "torch==$(CPU_TORCH)+cpu" 2>/dev/null \
+	    || $(PIP) install "torch==$(CPU_TORCH)" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
+	    || $(PIP) install "torch==$(CPU_TORCH)"; fi; }
+	@echo "installing xpu-ports"
+	@$(PIP) install -e .
+	@touch $@
+
+# PyTorch for XPU and CUDA bring a Triton; the development one is installed only where there is none.
+$(VENV)/.dev: $(VENV)/.core
+	@echo "installing the development tools"
+	@if $(PY) -c 'import triton' 2>/dev/null; then $(PIP) install -e '.[test]'; else $(PIP) install -e '.[dev]'; fi
+	@mkdir -p .typing/xpu_ports
+	@for folder in common models quant cli; do ln -sfn ../../$$folder .typing/xpu_ports/$$folder; done
+	@touch $@
+
+demo: $(VENV)/.core
+	@$(VENV)/bin/xpu-ports generate checkpoints/tiny-zamba2 "And God said unto Moses," \
+	    --max-new-tokens 120 --explain
+
+test: $(VENV)/.dev lint
+	@$(PY) -m pytest $(PYTEST_ARGS)
+	@test -x .venv-xpu/bin/python || echo "The XPU check was not run: make xpu-check sets it up and runs it."
+
+lint: $(VENV)/.dev
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+typecheck: $(VENV)/.dev
+	@$(PY) -m mypy
+
+wheel: $(VENV)/.core
+	@$(PIP) wheel --no-deps -w dist .
+
+clean:
+	rm -rf .venv .venv-xpu .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
