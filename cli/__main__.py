@@ -1,0 +1,5 @@
+import sys
+
+from xpu_ports.cli.main import main
+
+sys.exit(main())
