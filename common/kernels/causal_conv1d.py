@@ -10,9 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
+from xpu_ports.common.kernels.activations import silu
+from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, next_power_of_2, on_device_of, tl, triton
 
 ACTIVATIONS = ("silu", "identity")
+# The taps are unrolled, and the tokens before the first reach into the first tile only.
+LARGEST_WIDTH = 16
+LARGEST_WINDOW = 64
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @op
@@ -79,6 +86,279 @@ def causal_conv1d_update(
 
 
 def _activate(y: Tensor, activation: str) -> Tensor:
+    return torch.nn.functional.silu(y) if _is_silu(activation) else y
+
+
+def _is_silu(activation: str) -> bool:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
-    return torch.nn.functional.silu(y) if activation == "silu" else y
+    return activation == "silu"
+
+
+def _refuses(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, activation: str = "silu"
+) -> str | None:
+    return refuses_conv(x, initial_state, weight, bias)
+
+
+def _refuses_update(
+    state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, activation: str = "silu"
+) -> str | None:
+    if mask is not None and mask.shape != x.shape[:2]:
+        return f"mask has shape {tuple(mask.shape)}, expected {tuple(x.shape[:2])}"
+    return refuses_conv(x, state, weight, bias)
+
+
+def refuses_conv(x: Tensor, state: Tensor | None, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why the kernels cannot convolve x [B, T, D] behind a window [B, D, S], or None."""
+    if not AVAILABLE:
+        return WHY_NOT
+    batch, D, W = x.shape[0], x.shape[2], weight.shape[-1]
+    for name, t in (("x", x), ("state", state), ("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype not in _FLOATS:
+            return f"{name} has dtype {t.dtype}, not one of float16, bfloat16, float32"
+    if weight.shape != (D, W) or not weight.is_contiguous():
+        return f"weight has shape {tuple(weight.shape)}, expected ({D}, W), contiguous"
+    if W > LARGEST_WIDTH:
+        return f"a width of {W}, more than {LARGEST_WIDTH}"
+    if bias is not None and (bias.shape != (D,) or not bias.is_contiguous()):
+        return f"bias has shape {tuple(bias.shape)}, expected ({D},), contiguous"
+    if state is not None and (state.shape[:2] != (batch, D) or not W - 1 <= state.shape[2] <= LARGEST_WINDOW):
+        return f"the window has shape {tuple(state.shape)}, expected ({batch}, {D}, {W - 1} to {LARGEST_WINDOW})"
+    return None
+
+
+@triton.jit
+def _causal_conv1d_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    initial_ptr,
+    y_ptr,
+    T,
+    stride_x_b,
+    stride_x_t,
+    stride_x_d,
+    stride_i_b,
+    stride_i_d,
+    stride_i_s,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    tiles_d: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    tiles_t = tl.cdiv(T, BLOCK_T)
+    pid = tl.program_id(0)
+    pid_d, pid_t, pid_b = pid % tiles_d, pid // tiles_d % tiles_t, (pid // tiles_d // tiles_t).to(tl.int64)
+    row = tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK_D)
+    offs_t = pid_t * BLOCK_T + row
+    offs_d = pid_d * BLOCK_D + column
+    mask_d = offs_d < D
+    # 64-bit where the tile starts, 32-bit inside it.
+    x_ptr += pid_b * stride_x_b + (pid_t * BLOCK_T).to(tl.int64) * stride_x_t
+    x_ptr += (pid_d * BLOCK_D).to(tl.int64) * stride_x_d
+    # y[t] = act(sum_w weight[:, w] * x[t - W + 1 + w] + bias)
+    acc = tl.zeros((BLOCK_T, BLOCK_D), dtype=tl.float32)
+    if BIAS:
+        acc += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    for w in tl.static_range(W):
+        t = offs_t + (w - (W - 1))
+        mask = ((t >= 0) & (t < T))[:, None] & mask_d[None, :]
+        offs_x = (row + (w - (W - 1)))[:, None] * stride_x_t + column[None, :] * stride_x_d
+        x = tl.load(x_ptr + offs_x, mask=mask, other=0.0).to(tl.float32)
+        if INITIAL:  # noqa: SIM102 - decided when compiling, the next one when running
+            if pid_t == 0:
+                offs_i = (S + t)[:, None] * stride_i_s + offs_d.to(tl.int64)[None, :] * stride_i_d
+                before = (t < 0)[:, None] & mask_d[None, :]
+                x += tl.load(initial_ptr + pid_b * stride_i_b + offs_i, mask=before, other=0.0).to(tl.float32)
+        acc += x * tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        acc = silu(acc)
+    y_ptr += (pid_b * T + pid_t * BLOCK_T) * D
+    offs_y = row[:, None] * D + offs_d[None, :]
+    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=(offs_t < T)[:, None] & mask_d[None, :])
+
+
+@triton.jit
+def convolve_window(
+    window_ptr,
+    new,
+    weight_ptr,
+    bias_ptr,
+    offs_d,
+    mask_d,
+    STRIDE_D: tl.constexpr,
+    STRIDE_S: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """sum_w weight[:, w] * window[:, w] + bias on the last W - 1 inputs of a row's window and a new one, in fp32."""
+    acc = new * tl.load(weight_ptr + offs_d * W + (W - 1), mask=mask_d, other=0.0).to(tl.float32)
+    if BIAS:
+        acc += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    for w in tl.static_range(W - 1):
+        offs = offs_d * STRIDE_D + (S - (W - 1) + w) * STRIDE_S
+        old = tl.load(window_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
+        acc += old * tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit
+def move_window(
+    window_ptr,
+    new,
+    offs_d,
+    mask_d,
+    STRIDE_D: tl.constexpr,
+    STRIDE_S: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Drop the oldest input of each channel of a row's window and append the new one, in place.
+
+    Every load of the program from this part of the window must stand before the call.
+    """
+    offs_s = tl.arange(0, BLOCK_S)
+    ptrs = window_ptr + offs_d[:, None] * STRIDE_D + offs_s[None, :] * STRIDE_S
+    moved = tl.load(ptrs + STRIDE_S, mask=mask_d[:, None] & (offs_s < S - 1)[None, :], other=0.0)
+    moved = tl.where((offs_s == S - 1)[None, :], new.to(moved.dtype)[:, None], moved)
+    # A slot may be read by one thread and written by another.
+    tl.debug_barrier()
+    tl.store(ptrs, moved, mask=mask_d[:, None] & (offs_s < S)[None, :])
+
+
+@triton.jit
+def _causal_conv1d_update_kernel(
+    state_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    mask_ptr,
+    y_ptr,
+    T,
+    stride_s_b,
+    stride_x_b,
+    stride_x_t,
+    stride_x_d,
+    stride_m_b,
+    stride_m_t,
+    STRIDE_D: tl.constexpr,
+    STRIDE_S: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    tiles: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    pid = tl.program_id(0)
+    pid_b = (pid // tiles).to(tl.int64)
+    offs_d = pid % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    state_ptr += pid_b * stride_s_b
+    x_ptr += pid_b * stride_x_b
+    y_ptr += pid_b * T * D
+    for t in range(T):
+        # The window holds the inputs in its own dtype, the newest one too.
+        new = tl.load(x_ptr + offs_d.to(tl.int64) * stride_x_d + t * stride_x_t, mask=mask_d, other=0.0)
+        new = new.to(state_ptr.dtype.element_ty).to(tl.float32)
+        y = convolve_window(state_ptr, new, weight_ptr, bias_ptr, offs_d, mask_d, STRIDE_D, STRIDE_S, W, S, BIAS)
+        if SILU:
+            y = silu(y)
+        moves = mask_d
+        if MASK:
+            valid = tl.load(mask_ptr + pid_b * stride_m_b + t * stride_m_t) != 0
+            y = tl.where(valid, y, 0.0)
+            moves = offs_d < tl.where(valid, D, 0)
+        tl.store(y_ptr + t * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
+        move_window(state_ptr, new, offs_d, moves, STRIDE_D, STRIDE_S, S, BLOCK_S)
+        # The next token reads what other threads have just written.
+        tl.debug_barrier()
+
+
+def _tile(device: torch.device, D: int, T: int) -> tuple[int, int, int]:
+    """(tokens, channels, warps) of a program over a sequence: 16-byte loads, 32 elements a lane, on Arc A 16."""
+    block_t = 16 if architecture(device).name == "arc-a" else 32
+    return max(16, min(block_t, next_power_of_2(T))), max(16, min(128, next_power_of_2(D))), 4
+
+
+@causal_conv1d.implement("triton", "xpu", "cuda", refuses=_refuses)
+def causal_conv1d_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, activation: str = "silu"
+) -> Tensor:
+    batch, T, D = x.shape
+    y = torch.empty((batch, T, D), dtype=x.dtype, device=x.device)
+    is_silu = _is_silu(activation)
+    if y.numel() == 0:
+        return y
+    block_t, block_d, warps = _tile(x.device, D, T)
+    with on_device_of(x):
+        _causal_conv1d_kernel[(cdiv(D, block_d) * cdiv(T, block_t) * batch,)](
+            x,
+            weight,
+            x if bias is None else bias,
+            x if initial_state is None else initial_state,
+            y,
+            T,
+            *x.stride(),
+            *((0, 0, 0) if initial_state is None else initial_state.stride()),
+            D=D,
+            W=weight.shape[1],
+            S=0 if initial_state is None else initial_state.shape[2],
+            SILU=is_silu,
+            BIAS=bias is not None,
+            INITIAL=initial_state is not None,
+            BLOCK_T=block_t,
+            BLOCK_D=block_d,
+            num_warps=warps,
+        )
+    return y
+
+
+@causal_conv1d_update.implement("triton", "xpu", "cuda", refuses=_refuses_update)
+def causal_conv1d_update_triton(
+    state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, activation: str = "silu"
+) -> Tensor:
+    batch, T, D = x.shape
+    S = state.shape[2]
+    y = torch.empty((batch, T, D), dtype=x.dtype, device=x.device)
+    is_silu = _is_silu(activation)
+    if y.numel() == 0:
+        return y
+    block_d = min(128, next_power_of_2(D))
+    stride_s_b, stride_s_d, stride_s_s = state.stride()
+    with on_device_of(x):
+        _causal_conv1d_update_kernel[(cdiv(D, block_d) * batch,)](
+            state,
+            x,
+            weight,
+            x if bias is None else bias,
+            x if mask is None else mask,
+            y,
+            T,
+            stride_s_b,
+            *x.stride(),
+            *((0, 0) if mask is None else mask.stride()),
+            STRIDE_D=stride_s_d,
+            STRIDE_S=stride_s_s,
+            D=D,
+            W=weight.shape[1],
+            S=S,
+            SILU=is_silu,
+            BIAS=bias is not None,
+            MASK=mask is not None,
+            BLOCK_D=block_d,
+            BLOCK_S=next_power_of_2(S),
+            num_warps=4,
+        )
+    return y

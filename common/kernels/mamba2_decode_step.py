@@ -1,0 +1,373 @@
+"""One decode step of a Mamba-2 mixer between its two projections, in two launches.
+
+    z | xBC | dt = zxbcdt
+    x, B, C = silu(conv(xBC)),   S = exp(g) S + softplus(dt) x B^T,   y = norm((S C + D x) * silu(z)) * weight
+
+Source: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 7.1 and figure 6.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from xpu_ports.common.device import architecture
+from xpu_ports.common.dispatch import op
+from xpu_ports.common.kernels.activations import silu
+from xpu_ports.common.kernels.causal_conv1d import causal_conv1d_update, convolve_window, move_window, refuses_conv
+from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
+from xpu_ports.common.kernels.selective_state_update import (
+    refuses_state,
+    selective_state_update,
+    step_of_head,
+    tile,
+)
+from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, next_power_of_2, on_device_of, tl, triton
+
+
+@op(mutates=("conv_state", "state"))
+def mamba2_decode_step(
+    zxbcdt: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    norm_weight: Tensor,
+    mask: Tensor | None,
+    n_groups: int = 1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Convolve, move the state by one token, read it, gate and normalize: one token of every sequence.
+
+    Twelve parameters: a layer has that many tensors, and a torch schema takes no dataclass.
+
+    Args:
+        zxbcdt: [B, 2 H P + 2 G N + H], in_proj's output, columns z | x | B | C | dt; any row stride.
+        conv_state: [B, H P + 2 G N, S] with S >= W - 1, the last inputs of the convolution, newest last. Written.
+        state: [B, H, P, N], fp32 in models. Written.
+        conv_weight: [H P + 2 G N, W], the last column meets the current token.
+        conv_bias: [H P + 2 G N] or None.
+        A_log: [H]; the decay rate is -exp(A_log).
+        D: [H] or None.
+        dt_bias: [H] or None.
+        norm_weight: [H P].
+        mask: [B], nonzero where the token counts; a row whose token does not keeps both states and gives 0.
+        n_groups: G, of B and C and of the norm; divides H.
+        eps: added to the mean square.
+
+    Returns:
+        [B, H P] in zxbcdt's dtype. A kernel rounds once, at the end; the reference after each of its three ops.
+
+    Raises:
+        ValueError: zxbcdt has another number of columns.
+    """
+    _, H, P, N = state.shape
+    inner, grouped = H * P, n_groups * N
+    if zxbcdt.shape[1] != 2 * inner + 2 * grouped + H:
+        raise ValueError(f"zxbcdt has {zxbcdt.shape[1]} columns, expected {2 * inner + 2 * grouped + H}")
+    z, xbc, dt = zxbcdt.split([inner, inner + 2 * grouped, H], dim=-1)
+    xbc = causal_conv1d_update.reference(
+        conv_state, xbc[:, None], conv_weight, conv_bias, None if mask is None else mask[:, None]
+    )[:, 0]
+    x, B, C = xbc.split([inner, grouped, grouped], dim=-1)
+    B, C = (t.unflatten(-1, (n_groups, N)) for t in (B, C))
+    y = selective_state_update.reference(state, x.unflatten(-1, (H, P)), dt, A_log, B, C, D, dt_bias, mask)
+    y = gated_rms_norm.reference(y.flatten(1), z, norm_weight, eps, inner // n_groups)
+    return y if mask is None else torch.where(mask.bool()[:, None], y, 0.0)
+
+
+def _refuses(
+    zxbcdt: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    norm_weight: Tensor,
+    mask: Tensor | None,
+    n_groups: int = 1,
+    eps: float = 1e-5,
+) -> str | None:
+    if not AVAILABLE:
+        return WHY_NOT
+    batch, H, P, N = state.shape
+    inner, conv_dim = H * P, H * P + 2 * n_groups * N
+    if zxbcdt.shape != (batch, inner + conv_dim + H) or H % n_groups:
+        return f"zxbcdt has shape {tuple(zxbcdt.shape)}, expected ({batch}, {inner + conv_dim + H})"
+    if zxbcdt.stride(1) != 1:
+        return f"the last dimension of zxbcdt has stride {zxbcdt.stride(1)}, not 1"
+    if norm_weight.shape != (inner,) or not norm_weight.is_contiguous():
+        return f"norm_weight has shape {tuple(norm_weight.shape)}, expected ({inner},), contiguous"
+    if mask is not None and mask.shape != (batch,):
+        return f"mask has shape {tuple(mask.shape)}, expected ({batch},)"
+    xbc = zxbcdt[:, None, inner : inner + conv_dim]
+    return refuses_conv(xbc, conv_state, conv_weight, conv_bias) or refuses_state(state, A_log, D, dt_bias)
+
+
+@triton.jit
+def _step_kernel(
+    zxbcdt_ptr,
+    conv_state_ptr,
+    state_ptr,
+    conv_weight_ptr,
+    conv_bias_ptr,
+    A_log_ptr,
+    D_ptr,
+    dt_bias_ptr,
+    mask_ptr,
+    gated_ptr,
+    stride_in_b,
+    stride_c_b,
+    stride_s_b,
+    stride_s_h,
+    stride_s_p,
+    stride_m_b,
+    STRIDE_C_D: tl.constexpr,
+    STRIDE_C_S: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
+    CONV_BIAS: tl.constexpr,
+    SKIP: tl.constexpr,
+    DT_BIAS: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Rows of one head's state: convolution, state update, gate, and their sum of squares for the norm.
+
+    Every program convolves its group's B and C anew, so it leaves their windows to the next kernel; the windows of its
+    own x channels it moves itself.
+    """
+    INNER: tl.constexpr = H * P
+    tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    h = pid // tiles % H
+    b = (pid // (tiles * H)).to(tl.int64)
+    offs_p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_p, mask_n = offs_p < P, offs_n < N
+    mask_pn = mask_p[:, None] & mask_n[None, :]
+    # The state first: nearly all of the bytes, and nothing else is needed to fetch it.
+    state_ptr += b * stride_s_b + h.to(tl.int64) * stride_s_h
+    state_ptrs = state_ptr + offs_p[:, None] * stride_s_p + offs_n[None, :]
+    state = tl.load(state_ptrs, mask=mask_pn, other=0.0).to(tl.float32)
+
+    # x, B, C = silu(conv(xBC)); the new inputs in the window's dtype, as the window will hold them.
+    in_ptr = zxbcdt_ptr + b * stride_in_b
+    window_ptr = conv_state_ptr + b * stride_c_b
+    kept = conv_state_ptr.dtype.element_ty
+    at_x = h * P + offs_p
+    at_B = INNER + h // (H // G) * N + offs_n
+    at_C = at_B + G * N
+    new_x = tl.load(in_ptr + INNER + at_x, mask=mask_p, other=0.0).to(kept).to(tl.float32)
+    new_B = tl.load(in_ptr + INNER + at_B, mask=mask_n, other=0.0).to(kept).to(tl.float32)
+    new_C = tl.load(in_ptr + INNER + at_C, mask=mask_n, other=0.0).to(kept).to(tl.float32)
+    z = tl.load(in_ptr + at_x, mask=mask_p, other=0.0).to(tl.float32)
+    dt = tl.load(in_ptr + INNER + INNER + 2 * G * N + h).to(tl.float32)
+    x = silu(
+        convolve_window(
+            window_ptr, new_x, conv_weight_ptr, conv_bias_ptr, at_x, mask_p, STRIDE_C_D, STRIDE_C_S, W, S, CONV_BIAS
+        )
+    )
+    B = silu(
+        convolve_window(
+            window_ptr, new_B, conv_weight_ptr, conv_bias_ptr, at_B, mask_n, STRIDE_C_D, STRIDE_C_S, W, S, CONV_BIAS
+        )
+    )
+    C = silu(
+        convolve_window(
+            window_ptr, new_C, conv_weight_ptr, conv_bias_ptr, at_C, mask_n, STRIDE_C_D, STRIDE_C_S, W, S, CONV_BIAS
+        )
+    )
+
+    # S = decay S + dt x B^T,  y = (S C + D x) * silu(z)
+    dt, decay = step_of_head(dt, h, A_log_ptr, dt_bias_ptr, DT_BIAS)
+    state = state * decay + (dt * x)[:, None] * B[None, :]
+    y = tl.sum(state * C[None, :], axis=1)
+    if SKIP:
+        y += tl.load(D_ptr + h).to(tl.float32) * x
+    y = tl.where(mask_p, y * silu(z), 0.0)
+    moves = mask_p
+    if MASK:
+        valid = tl.load(mask_ptr + b * stride_m_b) != 0
+        y = tl.where(valid, y, 0.0)
+        moves = offs_p < tl.where(valid, P, 0)
+        mask_pn = mask_pn & moves[:, None]
+    tl.store(state_ptrs, state.to(state_ptr.dtype.element_ty), mask=mask_pn)
+    # A row of `gated`: INNER gated outputs, then the sum of squares of each program, by head.
+    gated_ptr += b * (INNER + H * tiles)
+    tl.store(gated_ptr + at_x, y, mask=mask_p)
+    tl.store(gated_ptr + INNER + h * tiles + tile, tl.sum(y * y, axis=0))
+    move_window(window_ptr, new_x, at_x, moves, STRIDE_C_D, STRIDE_C_S, S, BLOCK_S)
+
+
+@triton.jit
+def _norm_kernel(
+    zxbcdt_ptr,
+    conv_state_ptr,
+    norm_weight_ptr,
+    mask_ptr,
+    gated_ptr,
+    y_ptr,
+    stride_in_b,
+    stride_c_b,
+    stride_m_b,
+    eps,
+    STRIDE_C_D: tl.constexpr,
+    STRIDE_C_S: tl.constexpr,
+    INNER: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    S: tl.constexpr,
+    PARTS: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Columns of one group normalized by PARTS sums of squares; the last programs of a row move B's and C's windows."""
+    GROUP: tl.constexpr = INNER // G
+    tiles: tl.constexpr = (GROUP + BLOCK_D - 1) // BLOCK_D
+    moving: tl.constexpr = (2 * G * N + BLOCK_D - 1) // BLOCK_D
+    pid = tl.program_id(0)
+    b = (pid // (G * tiles + moving)).to(tl.int64)
+    pid = pid % (G * tiles + moving)
+    column = tl.arange(0, BLOCK_D)
+    valid = True
+    if MASK:
+        valid = tl.load(mask_ptr + b * stride_m_b) != 0
+    if pid < G * tiles:
+        g = pid // tiles
+        offs_g = pid % tiles * BLOCK_D + column
+        offs_d = g * GROUP + offs_g
+        mask_d = offs_g < GROUP
+        gated_ptr += b * (INNER + G * PARTS)
+        y = tl.load(gated_ptr + offs_d, mask=mask_d, other=0.0)
+        weight = tl.load(norm_weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        part = tl.arange(0, BLOCK_PARTS)
+        squares = tl.load(gated_ptr + INNER + g * PARTS + part, mask=part < PARTS, other=0.0)
+        y = y * tl.rsqrt(tl.sum(squares, axis=0) / GROUP + eps) * weight
+        if MASK:
+            y = tl.where(valid, y, 0.0)
+        tl.store(y_ptr + b * INNER + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
+    else:
+        offs = (pid - G * tiles) * BLOCK_D + column
+        offs_d = INNER + offs
+        mask_d = offs < 2 * G * N
+        new = tl.load(zxbcdt_ptr + b * stride_in_b + INNER + offs_d, mask=mask_d, other=0.0)
+        if MASK:
+            mask_d = offs < tl.where(valid, 2 * G * N, 0)
+        move_window(conv_state_ptr + b * stride_c_b, new, offs_d, mask_d, STRIDE_C_D, STRIDE_C_S, S, BLOCK_S)
+
+
+@mamba2_decode_step.implement("triton", "xpu", "cuda", refuses=_refuses)
+def mamba2_decode_step_triton(
+    zxbcdt: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    norm_weight: Tensor,
+    mask: Tensor | None,
+    n_groups: int = 1,
+    eps: float = 1e-5,
+) -> Tensor:
+    batch, H, P, N = state.shape
+    y = torch.empty((batch, H * P), dtype=zxbcdt.dtype, device=zxbcdt.device)
+    if y.numel() == 0:
+        return y
+    block_p, block_n, warps = tile(architecture(zxbcdt.device), batch, H, P, N)
+    tiles = cdiv(P, block_p)
+    gated = torch.empty((batch, H * P + H * tiles), dtype=torch.float32, device=zxbcdt.device)
+    stride_c_b, stride_c_d, stride_c_s = conv_state.stride()
+    with on_device_of(zxbcdt):
+        _step_kernel[(tiles * H * batch,)](
+            zxbcdt,
+            conv_state,
+            state,
+            conv_weight,
+            zxbcdt if conv_bias is None else conv_bias,
+            A_log,
+            zxbcdt if D is None else D,
+            zxbcdt if dt_bias is None else dt_bias,
+            zxbcdt if mask is None else mask,
+            gated,
+            zxbcdt.stride(0),
+            stride_c_b,
+            *state.stride()[:3],
+            0 if mask is None else mask.stride(0),
+            STRIDE_C_D=stride_c_d,
+            STRIDE_C_S=stride_c_s,
+            H=H,
+            G=n_groups,
+            P=P,
+            N=N,
+            W=conv_weight.shape[1],
+            S=conv_state.shape[2],
+            CONV_BIAS=conv_bias is not None,
+            SKIP=D is not None,
+            DT_BIAS=dt_bias is not None,
+            MASK=mask is not None,
+            BLOCK_P=block_p,
+            BLOCK_N=block_n,
+            BLOCK_S=next_power_of_2(conv_state.shape[2]),
+            num_warps=warps,
+        )
+        _launch_norm(zxbcdt, conv_state, gated, norm_weight, y, mask, n_groups, N, eps)
+    return y
+
+
+def _launch_norm(
+    zxbcdt: Tensor,
+    conv_state: Tensor,
+    gated: Tensor,
+    norm_weight: Tensor,
+    y: Tensor,
+    mask: Tensor | None,
+    n_groups: int,
+    N: int,
+    eps: float,
+) -> None:
+    batch, inner = y.shape
+    parts = (gated.shape[1] - inner) // n_groups
+    stride_c_b, stride_c_d, stride_c_s = conv_state.stride()
+    block_d = 512
+    programs = n_groups * cdiv(inner // n_groups, block_d) + cdiv(2 * n_groups * N, block_d)
+    _norm_kernel[(programs * batch,)](
+        zxbcdt,
+        conv_state,
+        norm_weight,
+        zxbcdt if mask is None else mask,
+        gated,
+        y,
+        zxbcdt.stride(0),
+        stride_c_b,
+        0 if mask is None else mask.stride(0),
+        eps,
+        STRIDE_C_D=stride_c_d,
+        STRIDE_C_S=stride_c_s,
+        INNER=inner,
+        G=n_groups,
+        N=N,
+        S=conv_state.shape[2],
+        PARTS=parts,
+        MASK=mask is not None,
+        BLOCK_D=block_d,
+        BLOCK_PARTS=next_power_of_2(parts),
+        BLOCK_S=next_power_of_2(conv_state.shape[2]),
+        num_warps=4,
+    )
