@@ -1,0 +1,86 @@
+"""Make the H200 numbers of the documentation: the kernels' tests on the GPU, then the ops beside their peers.
+
+    python benchmarks/h200.py [tests|ops|tiles ...]
+
+Needs nothing installed but torch, Triton and pytest: the checkout is imported in place. Results go to the folder in
+OUT, or to benchmarks/results. Each section runs in a process of its own, so that one that fails leaves the others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
+FOLDERS = ("cli", "common", "models", "quant")
+# Seconds after which a section is stopped.
+LIMITS = {"tests": 150, "ops": 240, "tiles": 100}
+DEFAULT = ("tests", "ops", "tiles")
+
+
+def main(sections: tuple[str, ...]) -> int:
+    OUT.mkdir(parents=True, exist_ok=True)
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = _environment(Path(folder))
+        for section in sections:
+            start = time.perf_counter()
+            print(f"\n== {section}", flush=True)
+            try:
+                code = subprocess.run(
+                    _command(section), cwd=ROOT, env=environment, timeout=LIMITS[section], check=False
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = f"stopped after {LIMITS[section]} s"
+            print(f"== {section}: exit {code}, {time.perf_counter() - start:.0f} s", flush=True)
+            if code != 0:
+                failed.append(section)
+    for summary in sorted(OUT.glob("*.summary")):
+        print(f"\n== {summary.stem}\n{summary.read_text()}")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The variables of the sections: the checkout importable as xpu_ports, kernels compiled rather than interpreted."""
+    package = folder / "xpu_ports"
+    package.mkdir()
+    for name in FOLDERS:
+        (package / name).symlink_to(ROOT / name)
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "TRITON_INTERPRET": "0",
+        "OUT": str(OUT),
+    }
+
+
+def _command(section: str) -> list[str]:
+    if section == "tests":
+        workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+        tests = [
+            "tests/common/kernels",
+            "--backend",
+            "cuda",
+            "-q",
+            "--tb=short",
+            "--maxfail=15",
+            "-p",
+            "no:cacheprovider",
+        ]
+        return [sys.executable, "-m", "pytest", *tests, *workers]
+    script = {"ops": "ops.py", "tiles": "tiles.py"}[section]
+    return [sys.executable, str(ROOT / "benchmarks" / script)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(tuple(sys.argv[1:]) or DEFAULT))

@@ -1,0 +1,1 @@
+"""Benchmarks: which calls are timed, how, and how the numbers are reported."""

@@ -1,0 +1,157 @@
+"""A benchmark row: an op's inputs by size, the work that a call must do, and who else does the same."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xpu_ports.common.dispatch import Op
+
+Args = tuple[Any, ...]
+# From an op's arguments to a call without arguments: whatever it prepares is not timed.
+Prepare = Callable[..., Callable[[], Any]]
+
+
+class PeerMissingError(Exception):
+    """The package of a peer is not installed here."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that a call must do."""
+
+    # Bytes of device memory: every input read once, every output written once.
+    moved: int
+    # Floating-point operations in matrix products; element by element work is not counted.
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random tensors on one device: `draw(T, N)` is normal, in the benchmark's dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype or self.dtype)
+
+    def uniform(self, low: float, high: float, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uniform in [low, high)."""
+        unit = torch.rand(shape, generator=self.generator, device=self.device, dtype=torch.float32)
+        return (low + (high - low) * unit).to(dtype or self.dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the registry. `name` is the op's, with a suffix where an op has several rows."""
+
+    name: str
+    op: Op
+    # Ids from small to large: letters of the house (T tokens, N columns, ...), each with its number.
+    sizes: tuple[str, ...]
+    # The op's arguments for a size.
+    inputs: Callable[[Mapping[str, int], Draw], Args]
+    # Name -> "module:function", imported when it is its turn; the function is a `Prepare`.
+    peers: Mapping[str, str] = field(default_factory=dict)
+    # A part of (arguments, outputs) that the reference can be run on in fp64 within a second or so.
+    sample: Callable[[Args, list[Tensor]], tuple[Args, list[Tensor]]] = lambda args, outputs: (args, outputs)
+    flops: Callable[[Mapping[str, int]], int] = lambda size: 0
+
+    def draw(self, size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Args:
+        """Arguments of one call, from a seed.
+
+        Raises:
+            ValueError: the id lacks a letter that this row's own ids have, or has one that they have not.
+        """
+        letters = parse_size(size)
+        known = {letter for s in self.sizes for letter in parse_size(s)}
+        required = set.intersection(*(set(parse_size(s)) for s in self.sizes))
+        if not required <= set(letters) <= known:
+            raise ValueError(f"{self.name}: size {size!r} does not have the letters of {self.sizes[0]!r}")
+        generator = torch.Generator(device).manual_seed(seed)
+        return self.inputs(letters, Draw(device, dtype, generator))
+
+    def work(self, size: str, args: Args, outputs: list[Tensor]) -> Work:
+        """Bytes by the arguments and outputs themselves; `outputs` includes what the op mutates."""
+        moved = sum(t.numel() * t.element_size() for t in (*_tensors(args), *outputs))
+        return Work(moved, self.flops(parse_size(size)))
+
+    def mutated(self, args: Args) -> list[Tensor]:
+        """The arguments that a call writes into."""
+        names = list(self.op.signature.parameters)
+        return [args[names.index(name)] for name in self.op.mutates]
+
+    def peer(self, name: str) -> Prepare:
+        """The peer's `Prepare`.
+
+        Raises:
+            PeerMissingError: its package cannot be imported.
+        """
+        module, _, function = self.peers[name].partition(":")
+        try:
+            return getattr(importlib.import_module(module), function)
+        except ImportError as error:
+            raise PeerMissingError(str(error)) from error
+
+
+def parse_size(size: str) -> dict[str, int]:
+    """{"T": 256, "N": 4096} of "T256-N4096".
+
+    Raises:
+        ValueError: a part is not a capital letter and a number, or a letter comes twice.
+    """
+    parts = size.split("-")
+    matches = [re.fullmatch(r"([A-Z])(\d+)", part) for part in parts]
+    letters = {m[1]: int(m[2]) for m in matches if m}
+    if len(letters) != len(parts):
+        raise ValueError(f"{size!r} is not a size such as 'T256-N4096'")
+    return letters
+
+
+def sample_rows(args: Args, outputs: list[Tensor], rows: int = 64) -> tuple[Args, list[Tensor]]:
+    """The same few rows, evenly spaced with the first and the last, of everything with two dimensions or more."""
+    count = math.prod(outputs[0].shape[:-1])
+    step = max(1, (count - 1) // (rows - 1))
+    picked = sorted({*range(0, count, step), count - 1})
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        return value.flatten(0, -2)[torch.tensor(picked, device=value.device)]
+
+    return tuple(take(a) for a in args), [take(t) for t in outputs]
+
+
+def flatten_outputs(outputs: Any) -> list[Tensor]:
+    """The tensors of a result, in order."""
+    return list(_tensors(outputs if isinstance(outputs, (tuple, list)) else (outputs,)))
+
+
+def copy_args(args: Args) -> Args:
+    """Arguments that a call may write into; strides are kept, so that a slice of a wider tensor stays one."""
+    return tuple(_copy(a) if isinstance(a, Tensor) else a for a in args)
+
+
+def _copy(t: Tensor) -> Tensor:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    storage = torch.empty(span, dtype=t.dtype, device=t.device)
+    return storage.as_strided(t.shape, t.stride()).copy_(t)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def prepare_op(op: Callable[..., Any]) -> Prepare:
+    """A `Prepare` that has nothing to prepare."""
+    return lambda *args: functools.partial(op, *args)
