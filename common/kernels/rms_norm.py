@@ -230,9 +230,9 @@ def _rms_norm_backward_kernel(
     if WEIGHT:
         weight = tl.load(weight_ptr + offs_n, mask=mask, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    start = pid * rows_per_program
-    for row in range(start, tl.minimum(start + rows_per_program, rows)):
-        row = row.to(tl.int64)
+    start = pid.to(tl.int64) * rows_per_program
+    for i in range(tl.minimum(rows_per_program, rows - start)):
+        row = start + i
         offs_dy = row_offset(row, n1, n2, stride_dy_0, stride_dy_1, stride_dy_2, DIMS) + offs_n
         offs_x = row_offset(row, n1, n2, stride_x_0, stride_x_1, stride_x_2, DIMS) + offs_n
         dy = tl.load(dy_ptr + offs_dy, mask=mask, other=0.0).to(tl.float32)
