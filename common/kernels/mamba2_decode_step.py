@@ -105,7 +105,7 @@ def _refuses(
         return f"norm_weight has shape {tuple(norm_weight.shape)}, expected ({inner},), contiguous"
     if mask is not None and mask.shape != (batch,):
         return f"mask has shape {tuple(mask.shape)}, expected ({batch},)"
-    xbc = zxbcdt[:, None, inner : inner + conv_dim]
+    xbc = zxbcdt.narrow(1, inner, conv_dim).unsqueeze(1)
     return refuses_conv(xbc, conv_state, conv_weight, conv_bias) or refuses_state(state, A_log, D, dt_bias)
 
 
