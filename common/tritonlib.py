@@ -33,6 +33,19 @@ class _Inert:
         return self
 
 
+def _repair_bf16_dot() -> None:
+    """Make the interpreter's tl.dot widen bf16 operands: up to 3.9 it multiplies the integers that hold their bits."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def widened(self: Any, a: Any, b: Any, *args: Any) -> Any:
+        a, b = (self.cast_impl(t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
+        return create_dot(self, a, b, *args)
+
+    InterpreterBuilder.create_dot = widened
+
+
 try:
     import triton
     import triton.language as tl
@@ -48,6 +61,7 @@ except ImportError as error:
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     dispatch.EMULATED_ON_CPU.add("triton")
+    _repair_bf16_dot()
 
 
 def version() -> tuple[int, int]:

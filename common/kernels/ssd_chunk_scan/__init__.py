@@ -7,6 +7,9 @@ Source: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 6 and li
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +17,28 @@ from torch import Tensor
 from xpu_ports.common.dispatch import op
 
 
-@op
+def _empty_outputs(
+    x: Tensor,
+    dt: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    chunk_size: int = 256,
+    dt_min: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs of the right shapes, without values."""
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = torch.empty(
+        (sequences, *x.shape[2:], B.shape[-1]), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
+    )
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), state
+
+
+@op(fake=_empty_outputs)
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -26,8 +50,9 @@ def ssd_chunk_scan(
     initial_state: Tensor | None,
     chunk_size: int = 256,
     dt_min: float = 0.0,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the Mamba-2 recurrence over a sequence.
+    """Run the Mamba-2 recurrence over sequences.
 
     Args:
         x: [B, T, H, P], any strides.
@@ -37,13 +62,19 @@ def ssd_chunk_scan(
         D: [H], the skip weight, or None.
         dt_bias: [H] or None.
         initial_state: [B, H, P, N] or None for zeros.
-        chunk_size: tokens a chunk; changes speed and rounding, not the result.
+        chunk_size: tokens a chunk of this reference; changes speed and rounding, not the result. Kernels may choose.
         dt_min: smallest step after softplus; 0 for the published recurrence.
+        cu_seqlens: [S + 1], int32, from 0 to T, not decreasing: S sequences lie one after the other along T, the
+            batch is 1, and the states are [S, H, P, N]. None for one sequence a row.
 
     Returns:
         (y, state): y [B, T, H, P] in x's dtype, and the state after the last token, [B, H, P, N] in fp32 (fp64 for
-        fp64).
+        fp64), contiguous.
     """
+    if cu_seqlens is not None:
+        return _each_sequence(
+            cu_seqlens, x, dt, B, C, initial_state, A_log, D=D, dt_bias=dt_bias, chunk_size=chunk_size, dt_min=dt_min
+        )
     batch, T, H, P = x.shape
     G, N = B.shape[2:]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -77,7 +108,33 @@ def ssd_chunk_scan(
     return y.to(x.dtype), state.clone() if not starts else state
 
 
+def _each_sequence(
+    cu_seqlens: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    initial_state: Tensor | None,
+    A_log: Tensor,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """The reference on each of the sequences that lie along T."""
+    ys, states = [x[:, :0]], []
+    for s, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        state = None if initial_state is None else initial_state[s : s + 1]
+        x_s, dt_s, B_s, C_s = (t[:, start:end] for t in (x, dt, B, C))
+        y, state = ssd_chunk_scan.reference(x_s, dt_s, A_log, B_s, C_s, initial_state=state, **others)
+        ys.append(y)
+        states.append(state)
+    empty = x.new_zeros(0, *x.shape[2:], B.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
+    return torch.cat(ys, 1), torch.cat([empty, *states])
+
+
 def step_size(dt: Tensor, dt_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """softplus(dt + dt_bias) in `dtype`."""
     dt = dt.to(dtype)
     return F.softplus(dt if dt_bias is None else dt + dt_bias.to(dtype))
+
+
+# Registers itself with the op above.
+from xpu_ports.common.kernels.ssd_chunk_scan import triton as _triton  # noqa: E402, F401
