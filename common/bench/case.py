@@ -18,6 +18,8 @@ from xpu_ports.common.dispatch import Op
 Args = tuple[Any, ...]
 # From an op's arguments to a call without arguments: whatever it prepares is not timed.
 Prepare = Callable[..., Callable[[], Any]]
+# From (arguments, outputs) to a part of both that the reference can be run on in fp64 within a second or so.
+Sample = Callable[[Args, list[Tensor]], tuple[Args, list[Tensor]]]
 
 
 class PeerMissingError(Exception):
@@ -63,8 +65,8 @@ class Case:
     inputs: Callable[[Mapping[str, int], Draw], Args]
     # Name -> "module:function", imported when it is its turn; the function is a `Prepare`.
     peers: Mapping[str, str] = field(default_factory=dict)
-    # A part of (arguments, outputs) that the reference can be run on in fp64 within a second or so.
-    sample: Callable[[Args, list[Tensor]], tuple[Args, list[Tensor]]] = lambda args, outputs: (args, outputs)
+    # What the error is measured on; everything when left out.
+    sample: Sample = lambda args, outputs: (args, outputs)
     flops: Callable[[Mapping[str, int]], int] = lambda size: 0
 
     def draw(self, size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Args:
@@ -125,11 +127,14 @@ def sample_rows(args: Args, outputs: list[Tensor], rows: int = 64) -> tuple[Args
     picked = sorted({*range(0, count, step), count - 1})
 
     def take(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 2:
-            return value
-        return value.flatten(0, -2)[torch.tensor(picked, device=value.device)]
+        return sample_index(value.flatten(0, -2), picked) if isinstance(value, Tensor) and value.dim() > 1 else value
 
     return tuple(take(a) for a in args), [take(t) for t in outputs]
+
+
+def sample_index(t: Tensor, rows: list[int]) -> Tensor:
+    """Entries of the first dimension, copied."""
+    return t[torch.tensor(rows, device=t.device)]
 
 
 def flatten_outputs(outputs: Any) -> list[Tensor]:

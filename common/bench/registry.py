@@ -4,77 +4,183 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
+import torch
 from torch import Tensor
 
-from xpu_ports.common.bench.case import Args, Case, Draw, sample_rows
+from xpu_ports.common.bench.case import Args, Case, Draw, Sample, sample_index, sample_rows
+from xpu_ports.common.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
+from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
+from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
+from xpu_ports.common.kernels.selective_state_update import selective_state_update
+from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 
 _PEERS = "xpu_ports.common.bench.peers"
+_ROWS = "T1-N4096", "T256-N4096", "T8192-N4096", "T65536-N4096"
+# Heads, their width, state and groups of Zamba2-1.2B; its in_proj has 8512 columns, its convolution 4352 channels.
+_MIXER = "H64-P64-N128-G1"
+_CHUNK = 256
+
+Size = Mapping[str, int]
 
 
 def _peers(function: str, *modules: str) -> dict[str, str]:
     return {module: f"{_PEERS}.{module}:{function}" for module in modules}
 
 
-def _weight(size: Mapping[str, int], draw: Draw) -> Tensor:
-    return 1.0 + 0.1 * draw(size["N"])
+# ------------------------------------------------------------------------------------------------------------- norms
 
 
-def _norm(size: Mapping[str, int], draw: Draw) -> Args:
-    return draw(size["T"], size["N"]), _weight(size, draw), 1e-6
+def _weight(draw: Draw, n: int) -> Tensor:
+    return 1.0 + 0.1 * draw(n)
 
 
-def _add_norm(size: Mapping[str, int], draw: Draw) -> Args:
-    return draw(size["T"], size["N"]), draw(size["T"], size["N"]), _weight(size, draw), 1e-6
+def _norm(size: Size, draw: Draw) -> Args:
+    return draw(size["T"], size["N"]), _weight(draw, size["N"]), 1e-6
 
 
-def _mixer_norm(size: Mapping[str, int], draw: Draw) -> Args:
+def _add_norm(size: Size, draw: Draw) -> Args:
+    return draw(size["T"], size["N"]), draw(size["T"], size["N"]), _weight(draw, size["N"]), 1e-6
+
+
+def _concat_norm(size: Size, draw: Draw) -> Args:
+    T, D = size["T"], size["D"]
+    return draw(T, D), draw(T, D), draw(T, D), _weight(draw, 2 * D), 1e-6
+
+
+def _mixer_norm(size: Size, draw: Draw) -> Args:
     # Mamba-2's: the gate is a slice of the input projection's rows, Z wide (contiguous where there is no Z).
     T, N = size["T"], size["N"]
     z = draw(T, size.get("Z", N))[:, :N]
-    return draw(T, N), z, _weight(size, draw), 1e-5, N // size["G"], False, "silu"
+    return draw(T, N), z, _weight(draw, N), 1e-5, N // size["G"], False, "silu"
 
 
-def _head_norm(size: Mapping[str, int], draw: Draw) -> Args:
+def _head_norm(size: Size, draw: Draw) -> Args:
     # KDA's: one norm a head.
     shape = size["T"], size["H"], size["N"]
-    return draw(*shape), draw(*shape), _weight(size, draw), 1e-5, None, True, "sigmoid"
+    return draw(*shape), draw(*shape), _weight(draw, size["N"]), 1e-5, None, True, "sigmoid"
 
 
-def _whole(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Any]]:
-    return args, outputs
+def _gated_mlp(size: Size, draw: Draw) -> Args:
+    return draw(size["T"], 2 * size["F"]), None, "gelu"
 
+
+# ----------------------------------------------------------------------------------------------------------- Mamba-2
+
+
+def _conv(size: Size, draw: Draw) -> Args:
+    # The input is a slice of the input projection's rows.
+    B, T, D, W = (size[letter] for letter in "BTDW")
+    x = draw(B, T, size.get("Z", D))[..., :D]
+    return x, draw(D, W) * W**-0.5, draw(D), None, "silu"
+
+
+def _conv_step(size: Size, draw: Draw) -> Args:
+    B, D, W = (size[letter] for letter in "BDW")
+    return draw(B, D, W - 1), draw(B, 1, D), draw(D, W) * W**-0.5, draw(D), None, "silu"
+
+
+def _heads(size: Size, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
+    """A_log, D and dt_bias of H heads as they are initialized: rates of 1 to 16, steps of 1 to 100 thousandths."""
+    H = size["H"]
+    step = torch.exp(draw.uniform(-6.9, -2.3, H, dtype=torch.float32))
+    A_log = torch.log(draw.uniform(1.0, 16.0, H, dtype=torch.float32))
+    return A_log, draw.uniform(0.5, 1.5, H, dtype=torch.float32), step + torch.log(-torch.expm1(-step))
+
+
+def _scan(size: Size, draw: Draw) -> Args:
+    B, T, H, P, N, G = (size[letter] for letter in "BTHPNG")
+    A_log, D, dt_bias = _heads(size, draw)
+    x, dt, b, c = draw(B, T, H, P), draw(B, T, H), draw(B, T, G, N), draw(B, T, G, N)
+    return x, dt, A_log, b, c, D, dt_bias, None, _CHUNK, 0.0, None
+
+
+def _scan_flops(size: Size) -> int:
+    # Causal products within chunks, two products with the state.
+    B, T, H, P, N, G = (size[letter] for letter in "BTHPNG")
+    chunk = min(_CHUNK, T)
+    return B * T * (chunk * N * G + chunk * P * H + 4 * N * P * H)
+
+
+def _scan_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+    # One head of each group, over all of the time.
+    x, dt, A_log, B, C, D, dt_bias, state, *rest = args
+    heads = torch.arange(0, x.shape[2], x.shape[2] // B.shape[2], device=x.device)
+    picked = (x[:, :, heads], dt[:, :, heads], A_log[heads], B, C, D[heads], dt_bias[heads], state, *rest)
+    return picked, [outputs[0][:, :, heads], outputs[1][:, heads]]
+
+
+def _state_step(size: Size, draw: Draw) -> Args:
+    B, H, P, N, G = (size[letter] for letter in "BHPNG")
+    A_log, D, dt_bias = _heads(size, draw)
+    state = draw(B, H, P, N, dtype=torch.float32)
+    return state, draw(B, H, P), draw(B, H), A_log, draw(B, G, N), draw(B, G, N), D, dt_bias, None
+
+
+def _mixer_step(size: Size, draw: Draw) -> Args:
+    B, H, P, N, G = (size[letter] for letter in "BHPNG")
+    channels, W = H * P + 2 * G * N, 4
+    A_log, D, dt_bias = _heads(size, draw)
+    zxbcdt = draw(B, H * P + channels + H)
+    conv_state, state = draw(B, channels, W - 1), draw(B, H, P, N, dtype=torch.float32)
+    weight, bias = draw(channels, W) * W**-0.5, draw(channels)
+    return zxbcdt, conv_state, state, weight, bias, A_log, D, dt_bias, _weight(draw, H * P), None, G, 1e-5
+
+
+def _channels_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+    x, weight, bias, *rest = args
+    some = torch.arange(0, x.shape[-1], max(1, x.shape[-1] // 64), device=x.device)
+    return (x[..., some], weight[some], bias[some], *rest), [outputs[0][..., some]]
+
+
+def _batch_sample(*positions: int) -> Sample:
+    """The first and the last sequence of the arguments at these positions and of all outputs."""
+
+    def sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+        last = outputs[0].shape[0] - 1
+        rows = sorted({0, last})
+        picked = (sample_index(a, rows) if i in positions else a for i, a in enumerate(args))
+        return tuple(picked), [sample_index(t, rows) for t in outputs]
+
+    return sample
+
+
+def _batches(*batches: int) -> tuple[str, ...]:
+    return tuple(f"B{B}-{_MIXER}" for B in batches)
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
 
 CASES = {
     case.name: case
     for case in (
-        Case(
-            "rms_norm",
-            rms_norm,
-            ("T1-N4096", "T256-N4096", "T8192-N4096", "T65536-N4096"),
-            _norm,
-            _peers("rms_norm", "pytorch", "liger", "transformers"),
-            sample_rows,
-        ),
+        Case("rms_norm", rms_norm, _ROWS, _norm, _peers("rms_norm", "pytorch", "liger", "transformers"), sample_rows),
         Case(
             "add_rms_norm",
             add_rms_norm,
-            ("T1-N4096", "T256-N4096", "T8192-N4096", "T65536-N4096"),
+            _ROWS,
             _add_norm,
             _peers("add_rms_norm", "pytorch", "liger", "transformers"),
             sample_rows,
         ),
+        # The weight's gradient is a sum over all rows, so that no part of them can stand for it: no sample.
         Case(
             "rms_norm_backward",
             rms_norm_backward,
-            ("T1-N4096", "T256-N4096", "T8192-N4096"),
+            _ROWS[:3],
             _add_norm,
             _peers("rms_norm_backward", "pytorch", "liger"),
-            # The weight's gradient is a sum over all rows, so that no part of them can stand for it.
-            _whole,
+        ),
+        Case(
+            "concat_rms_norm",
+            concat_rms_norm,
+            ("T1-D2048", "T256-D2048", "T8192-D2048"),
+            _concat_norm,
+            _peers("concat_rms_norm", "pytorch"),
+            sample_rows,
         ),
         Case(
             "gated_rms_norm",
@@ -91,6 +197,55 @@ CASES = {
             _head_norm,
             _peers("gated_rms_norm", "fla", "transformers"),
             sample_rows,
+        ),
+        Case(
+            "gated_activation",
+            gated_activation,
+            ("T1-F8192", "T256-F8192", "T8192-F8192"),
+            _gated_mlp,
+            _peers("gated_activation", "pytorch"),
+            sample_rows,
+        ),
+        Case(
+            "causal_conv1d",
+            causal_conv1d,
+            ("B1-T256-D4352-W4-Z8512", "B1-T8192-D4352-W4-Z8512"),
+            _conv,
+            _peers("causal_conv1d", "pytorch", "fla"),
+            _channels_sample,
+        ),
+        Case(
+            "causal_conv1d_update",
+            causal_conv1d_update,
+            tuple(f"B{B}-D4352-W4" for B in (1, 32, 256)),
+            _conv_step,
+            _peers("causal_conv1d_update", "vllm"),
+            _batch_sample(0, 1),
+        ),
+        Case(
+            "ssd_chunk_scan",
+            ssd_chunk_scan,
+            tuple(f"B1-T{T}-{_MIXER}" for T in (2048, 8192, 32768)),
+            _scan,
+            _peers("ssd_chunk_scan", "mamba_ssm", "vllm"),
+            _scan_sample,
+            _scan_flops,
+        ),
+        Case(
+            "selective_state_update",
+            selective_state_update,
+            _batches(1, 32, 256),
+            _state_step,
+            _peers("selective_state_update", "mamba_ssm", "vllm"),
+            _batch_sample(0, 1, 2, 4, 5),
+        ),
+        Case(
+            "mamba2_decode_step",
+            mamba2_decode_step,
+            _batches(1, 32, 256),
+            _mixer_step,
+            _peers("mamba2_decode_step", "vllm"),
+            _batch_sample(0, 1, 2),
         ),
     )
 }

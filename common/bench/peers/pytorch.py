@@ -28,3 +28,35 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> Call
     shape = [x.shape[-1]]
     _, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
     return functools.partial(torch.ops.aten._fused_rms_norm_backward, dy, x, shape, rstd, weight, [True, True])
+
+
+def concat_rms_norm(x: Tensor, residual: Tensor, x0: Tensor, weight: Tensor, eps: float) -> Callable[[], Any]:
+    def call() -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return F.rms_norm(torch.cat([total, x0], dim=-1), weight.shape, weight, eps), total
+
+    return call
+
+
+def gated_activation(gate_up: Tensor, adapter: Tensor | None, activation: str) -> Callable[[], Any]:
+    assert adapter is None, "written for a projection without adapters"
+    assert activation == "gelu", "written for the activation of Zamba2"
+
+    def call() -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate) * up
+
+    return call
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: None, activation: str
+) -> Callable[[], Any]:
+    D, W = weight.shape
+    T = x.shape[1]
+
+    def call() -> Tensor:
+        y = F.conv1d(x.transpose(1, 2), weight[:, None], bias, padding=W - 1, groups=D)[..., :T]
+        return F.silu(y).transpose(1, 2)
+
+    return call
