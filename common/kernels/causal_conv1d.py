@@ -129,6 +129,45 @@ def refuses_conv(x: Tensor, state: Tensor | None, weight: Tensor, bias: Tensor |
 
 
 @triton.jit
+def _first_tokens(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    initial_ptr,
+    y_ptr,
+    T,
+    stride_x_t,
+    stride_x_d,
+    stride_i_d,
+    stride_i_s,
+    offs_d,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """The first W - 1 tokens of a row, whose taps reach back into the inputs before it."""
+    mask_d = offs_d < D
+    offs_x = offs_d.to(tl.int64) * stride_x_d
+    for t in range(tl.minimum(T, W - 1)):
+        acc = tl.zeros(offs_d.shape, dtype=tl.float32)
+        if BIAS:
+            acc += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        for w in tl.static_range(W):
+            at = t + (w - (W - 1))
+            before = offs_d < tl.where(at < 0, D, 0)
+            x = tl.load(x_ptr + offs_x + at * stride_x_t, mask=mask_d & ~before, other=0.0).to(tl.float32)
+            x += tl.load(initial_ptr + offs_d * stride_i_d + (S + at) * stride_i_s, mask=before, other=0.0).to(
+                tl.float32
+            )
+            acc += x * tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
+        if SILU:
+            acc = silu(acc)
+        tl.store(y_ptr + t * D + offs_d, acc.to(y_ptr.dtype.element_ty), mask=mask_d)
+
+
+@triton.jit
 def _causal_conv1d_kernel(
     x_ptr,
     weight_ptr,
@@ -152,7 +191,7 @@ def _causal_conv1d_kernel(
     BLOCK_D: tl.constexpr,
 ):
     tiles_d: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    tiles_t = tl.cdiv(T, BLOCK_T)
+    tiles_t = tl.cdiv(T, BLOCK_T) + (1 if INITIAL else 0)
     pid = tl.program_id(0)
     pid_d, pid_t, pid_b = pid % tiles_d, pid // tiles_d % tiles_t, (pid // tiles_d // tiles_t).to(tl.int64)
     row = tl.arange(0, BLOCK_T)
@@ -160,9 +199,35 @@ def _causal_conv1d_kernel(
     offs_t = pid_t * BLOCK_T + row
     offs_d = pid_d * BLOCK_D + column
     mask_d = offs_d < D
+    x_ptr += pid_b * stride_x_b
+    y_ptr += pid_b * T * D
+    first = 0
+    if INITIAL:
+        # Programs of their own for the tokens that see them keep the others free of these loads and their registers.
+        first = W - 1
+        if pid_t == tiles_t - 1:
+            initial_ptr += pid_b * stride_i_b
+            _first_tokens(
+                x_ptr,
+                weight_ptr,
+                bias_ptr,
+                initial_ptr,
+                y_ptr,
+                T,
+                stride_x_t,
+                stride_x_d,
+                stride_i_d,
+                stride_i_s,
+                offs_d,
+                D,
+                W,
+                S,
+                SILU,
+                BIAS,
+            )
+            return
     # 64-bit where the tile starts, 32-bit inside it.
-    x_ptr += pid_b * stride_x_b + (pid_t * BLOCK_T).to(tl.int64) * stride_x_t
-    x_ptr += (pid_d * BLOCK_D).to(tl.int64) * stride_x_d
+    x_ptr += (pid_t * BLOCK_T).to(tl.int64) * stride_x_t + (pid_d * BLOCK_D).to(tl.int64) * stride_x_d
     # y[t] = act(sum_w weight[:, w] * x[t - W + 1 + w] + bias)
     acc = tl.zeros((BLOCK_T, BLOCK_D), dtype=tl.float32)
     if BIAS:
@@ -172,17 +237,12 @@ def _causal_conv1d_kernel(
         mask = ((t >= 0) & (t < T))[:, None] & mask_d[None, :]
         offs_x = (row + (w - (W - 1)))[:, None] * stride_x_t + column[None, :] * stride_x_d
         x = tl.load(x_ptr + offs_x, mask=mask, other=0.0).to(tl.float32)
-        if INITIAL:  # noqa: SIM102 - decided when compiling, the next one when running
-            if pid_t == 0:
-                offs_i = (S + t)[:, None] * stride_i_s + offs_d.to(tl.int64)[None, :] * stride_i_d
-                before = (t < 0)[:, None] & mask_d[None, :]
-                x += tl.load(initial_ptr + pid_b * stride_i_b + offs_i, mask=before, other=0.0).to(tl.float32)
         acc += x * tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)[None, :]
     if SILU:
         acc = silu(acc)
-    y_ptr += (pid_b * T + pid_t * BLOCK_T) * D
-    offs_y = row[:, None] * D + offs_d[None, :]
-    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=(offs_t < T)[:, None] & mask_d[None, :])
+    y_ptr += (pid_t * BLOCK_T).to(tl.int64) * D
+    mask = ((offs_t >= first) & (offs_t < T))[:, None] & mask_d[None, :]
+    tl.store(y_ptr + row[:, None] * D + offs_d[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -303,7 +363,8 @@ def causal_conv1d_triton(
         return y
     block_t, block_d, warps = _tile(x.device, D, T)
     with on_device_of(x):
-        _causal_conv1d_kernel[(cdiv(D, block_d) * cdiv(T, block_t) * batch,)](
+        tiles_t = cdiv(T, block_t) + (initial_state is not None)
+        _causal_conv1d_kernel[(cdiv(D, block_d) * tiles_t * batch,)](
             x,
             weight,
             x if bias is None else bias,
