@@ -31,6 +31,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from xpu_ports.common.graph import captured_decode
 from xpu_ports.common.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
 from xpu_ports.common.kernels.selective_state_update import selective_state_update
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
@@ -509,6 +510,7 @@ class Zamba2ForCausalLM(Zamba2PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @captured_decode
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(

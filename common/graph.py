@@ -1,0 +1,461 @@
+"""Decode steps captured once as a device graph and replayed: one launch a token instead of hundreds.
+
+`@captured_decode` on a model's forward does it without the caller asking: a call with one new token a row and a
+cache is replayed from a graph, everything else runs as written. A graph owns static buffers for its inputs and for
+the cache's keys, values and states; the cache of the call is bound to them, and released (copied out) when another
+cache needs the graph, when it outgrows it, or when it is changed in a way that a graph cannot follow.
+
+CUDA has `torch.cuda.CUDAGraph`; XPU is used where the installed torch has `torch.xpu.XPUGraph`. Where a step is not
+captured, `explain()` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from xpu_ports.common import dispatch
+
+SUBJECT = "decode step"
+# Keys that a graph has room for beyond those it starts with, and the fewest that it is built for.
+ROOM = 128
+SMALLEST = 256
+# Graphs kept for a model: each holds a cache's memory.
+KEPT = 4
+_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep", "return_dict"}
+
+_enabled: contextvars.ContextVar[bool] = contextvars.ContextVar("graphs_enabled", default=True)
+
+
+@contextlib.contextmanager
+def use_graphs(enabled: bool) -> Iterator[None]:
+    """Turn the capture of decode steps off, or on again, inside a `with` block."""
+    token = _enabled.set(enabled)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def graph_class(device: torch.device) -> type | None:
+    """The device's graph class, or None where this torch has none."""
+    if device.type == "cuda":
+        return torch.cuda.CUDAGraph
+    if device.type == "xpu":
+        return getattr(torch.xpu, "XPUGraph", None)
+    return None
+
+
+def capture(device: torch.device, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Run `step` until it is warm, then capture it.
+
+    Returns:
+        (replay, output): a call of `replay()` runs the step again and leaves its result in `output`.
+    """
+    module = torch.get_device_module(device)
+    stream = module.Stream(device)
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
+        for _ in range(2):
+            step()
+    module.current_stream(device).wait_stream(stream)
+    graph = graph_class(device)()  # type: ignore[misc]
+    with module.graph(graph):
+        output = step()
+    return graph.replay, output
+
+
+class Length:
+    """How many tokens a bound cache holds: on the host, and on the device for the captured step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = 0
+        self.device = torch.zeros(1, dtype=torch.long, device=device)
+
+
+class _Bound:
+    """What bound layers share. Changes that a captured step cannot follow release the cache first."""
+
+    binding: DecodeGraph
+    index: int
+
+    def _plain(self) -> Any:
+        self.binding.release()
+        return self.binding.released[self.index]
+
+
+class BoundStates(_Bound, LinearAttentionLayer):
+    """A recurrent layer whose states live in a graph's buffers."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for state in states.values():
+                if state is not None:
+                    state.copy_(state.index_select(0, beam_idx.to(state.device)))
+
+    def reset(self) -> None:
+        self._plain().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._plain().crop(tokens_to_remove)
+
+    def offload(self) -> None:
+        self._plain().offload()
+
+    def activate_past_recording(self) -> None:
+        self._plain().activate_past_recording()
+
+
+class BoundAttention(_Bound, DynamicLayer):
+    """An attention layer whose keys and values live in a graph's buffers, [B, H, capacity, K] each."""
+
+    all_keys: Tensor
+    all_values: Tensor
+    length: Length
+
+    @property
+    def keys(self) -> Tensor:
+        return self.all_keys[:, :, : self.length.host]
+
+    @property
+    def values(self) -> Tensor:
+        return self.all_values[:, :, : self.length.host]
+
+    # The base class's constructor clears what it takes for plain attributes.
+    @keys.setter
+    def keys(self, value: None) -> None:
+        assert value is None
+
+    @values.setter
+    def values(self, value: None) -> None:
+        assert value is None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.binding.stepping:
+            return self._plain().update(key_states, value_states, *args, **kwargs)
+        self.all_keys.index_copy_(2, self.length.device, key_states)
+        self.all_values.index_copy_(2, self.length.device, value_states)
+        return self.all_keys, self.all_values
+
+    def get_seq_length(self) -> int:
+        return self.length.host
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length.host + query_length, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for kept in (self.keys, self.values):
+            kept.copy_(kept.index_select(0, beam_idx.to(kept.device)))
+
+    def reset(self) -> None:
+        self._plain().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._plain().crop(tokens_to_remove)
+
+    def offload(self) -> None:
+        self._plain().offload()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._plain().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._plain().batch_select_indices(indices)
+
+
+class BoundAttentionAndStates(BoundAttention, BoundStates, LinearAttentionAndFullAttentionLayer):
+    """A layer with both."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        BoundStates.reorder_cache(self, beam_idx)
+        BoundAttention.reorder_cache(self, beam_idx)
+
+
+BOUND = {
+    LinearAttentionLayer: BoundStates,
+    DynamicLayer: BoundAttention,
+    LinearAttentionAndFullAttentionLayer: BoundAttentionAndStates,
+}
+
+
+class DecodeGraph:
+    """One captured decode step: for a model, a batch size and room for `capacity` keys."""
+
+    def __init__(self, forward: Callable[..., Any], model: Any, cache: Cache, batch: int, capacity: int) -> None:
+        """Build buffers like `cache`'s and capture the step on them; `cache` itself is only read."""
+        self.model = weakref.ref(model)
+        self.capacity = capacity
+        self.stepping = False
+        self.bound: weakref.ref[Cache] | None = None
+        self.released: list[Any] = []
+        self._original: list[type] = []
+        self.fingerprint = fingerprint(model)
+        device = model.device
+        with torch.inference_mode(False), torch.no_grad():
+            self.length = Length(device)
+            self.input_ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
+            self.position_ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
+            self.mask = torch.ones(batch, capacity, dtype=torch.bool, device=device)
+            self.layers = [self._buffers(layer) for layer in cache.layers]
+            self._cache = Cache(layers=list(self.layers))
+            self._columns = torch.arange(capacity, device=device)
+            self.replay, self.logits = capture(device, lambda: self._step(forward, model))
+
+    def _buffers(self, layer: Any) -> Any:
+        """An empty bound layer with static buffers of the layer's shapes."""
+        bound = BOUND[type(layer)]()
+        bound.binding, bound.index = self, len(self._original)
+        self._original.append(type(layer))
+        if isinstance(bound, BoundStates):
+            bound.device, bound.dtype = layer.device, layer.dtype
+            for name in ("conv_states", "recurrent_states"):
+                states = getattr(layer, name)
+                setattr(bound, name, {i: None if s is None else torch.zeros_like(s) for i, s in states.items()})
+            for name in ("conv_kernel_size", "has_previous_state", "is_conv_states_initialized"):
+                setattr(bound, name, dict(getattr(layer, name)))
+            bound.is_recurrent_states_initialized = dict(layer.is_recurrent_states_initialized)
+        if isinstance(bound, BoundAttention):
+            bound.length = self.length
+            bound.is_initialized = True
+            bound.dtype, bound.device = layer.keys.dtype, layer.keys.device
+            bound.all_keys, bound.all_values = (
+                torch.zeros(*t.shape[:2], self.capacity, t.shape[3], dtype=t.dtype, device=t.device)
+                for t in (layer.keys, layer.values)
+            )
+        return bound
+
+    def _step(self, forward: Callable[..., Any], model: Any) -> Tensor:
+        """The work of one token, on the buffers alone."""
+        seen = self.mask & (self._columns <= self.length.device)  # [B, capacity]
+        dtype = model.dtype
+        full = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+        masks = {
+            "full_attention": full[:, None, None],
+            "linear_attention": self.mask.index_select(1, self.length.device),
+        }
+        self.stepping = True
+        try:
+            outputs = forward(
+                model,
+                input_ids=self.input_ids,
+                attention_mask=masks,
+                position_ids=self.position_ids,
+                cache=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        finally:
+            self.stepping = False
+        self.length.device.add_(1)
+        return outputs.logits
+
+    def run(self, cache: Cache, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor) -> Tensor:
+        """One step of `cache`, which has room here; binds it first if it is not bound."""
+        if self.bound is None or self.bound() is not cache:
+            self.bind(cache)
+        self.input_ids.copy_(input_ids)
+        self.position_ids.copy_(position_ids)
+        if attention_mask is not None:
+            self.mask[:, : attention_mask.shape[1]].copy_(attention_mask)
+        self.replay()
+        self.length.host += 1
+        return self.logits.clone()
+
+    def bind(self, cache: Cache) -> None:
+        """Copy a cache into the buffers and make its layers views of them; the one bound before is copied out."""
+        self.release()
+        length = cache.get_seq_length()
+        for bound, layer in zip(self.layers, cache.layers, strict=True):
+            if isinstance(bound, BoundStates):
+                for name in ("conv_states", "recurrent_states"):
+                    for mine, theirs in zip(getattr(bound, name).values(), getattr(layer, name).values(), strict=True):
+                        if mine is not None:
+                            mine.copy_(theirs)
+                bound.has_previous_state = dict(layer.has_previous_state)
+            if isinstance(bound, BoundAttention):
+                bound.all_keys[:, :, :length].copy_(layer.keys)
+                bound.all_values[:, :, :length].copy_(layer.values)
+        self.mask.fill_(True)
+        self.length.host = length
+        self.length.device.fill_(length)
+        cache.layers[:] = self.layers
+        self.bound = weakref.ref(cache)
+
+    def release(self) -> None:
+        """Give the bound cache, if it is still alive, plain layers with copies of what the buffers hold."""
+        cache = None if self.bound is None else self.bound()
+        self.bound = None
+        if cache is None:
+            return
+        self.released = [self._copy(bound) for bound in self.layers]
+        cache.layers[:] = self.released
+
+    def _copy(self, bound: Any) -> Any:
+        layer = self._original[bound.index]()
+        if isinstance(bound, BoundStates):
+            for name in ("conv_states", "recurrent_states"):
+                states = getattr(bound, name)
+                setattr(layer, name, {i: None if s is None else s.clone() for i, s in states.items()})
+            for name in ("conv_kernel_size", "has_previous_state", "is_conv_states_initialized"):
+                setattr(layer, name, dict(getattr(bound, name)))
+            layer.is_recurrent_states_initialized = dict(bound.is_recurrent_states_initialized)
+            layer.device, layer.dtype = bound.device, bound.dtype
+        if isinstance(bound, BoundAttention):
+            layer.is_initialized = True
+            layer.dtype, layer.device = bound.dtype, bound.device
+            layer.keys, layer.values = bound.keys.clone(), bound.values.clone()
+        return layer
+
+
+def fingerprint(model: torch.nn.Module) -> tuple:
+    """What a captured step bakes in: where the weights are and which modules stand around them."""
+    return tuple(p.data_ptr() for p in model.parameters()), sum(1 for _ in model.modules())
+
+
+def refuses(model: Any, cache: Cache, hooks: bool) -> str | None:
+    """Why this model's steps on this cache cannot be captured, or None.
+
+    Args:
+        hooks: also look for hooks on modules, which takes a walk over them.
+    """
+    if graph_class(model.device) is None:
+        return f"this torch has no graphs on {model.device.type}"
+    if type(cache) is not DynamicCache or cache.offloading:
+        return f"the cache is a {type(cache).__name__}"
+    if any(type(layer) not in BOUND and not isinstance(layer, _Bound) for layer in cache.layers):
+        return "the cache has layers of other kinds"
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        return f"attention is {model.config._attn_implementation}"
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    if len(devices) > 1 or devices & {"cpu", "disk"}:
+        return "the model is spread over devices"
+    if hooks and any(_has_hooks(m) for m in model.modules()):
+        return "modules have hooks"
+    return None
+
+
+def _refuses_mask(mask: Any) -> str | None:
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        return None
+    return "the attention mask is not [batch, tokens]"
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # transformers' own, which record outputs that a captured step is not asked for.
+    return any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks)
+
+
+def captured_decode(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Replay a model's forward from a graph when it gets one new token a row and a cache; see the module's text.
+
+    The forward takes transformers' arguments and, as `attention_mask`, also a mapping with "full_attention" (an
+    additive mask [B, 1, 1, keys]) and "linear_attention" ([B, 1], nonzero where the token counts).
+    """
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _is_decode_step(self, args, kwargs):
+            return forward(self, *args, **kwargs)
+        graph = _graph_for(forward, self, kwargs)
+        if graph is None:
+            return forward(self, *args, **kwargs)
+        return _replay(graph, kwargs)
+
+    return wrapper
+
+
+def _is_decode_step(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether this call is one new token a row on a cache with a past, asking for logits alone."""
+    input_ids, cache = kwargs.get("input_ids"), kwargs.get("cache")
+    if args or cache is None or input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1:
+        return False
+    if model.device.type == "cpu" and graph_class(model.device) is None:
+        return False
+    if model.training or torch.is_grad_enabled() or not _enabled.get():
+        return False
+    if any(v is not None and v is not False and k not in _ARGUMENTS for k, v in kwargs.items()):
+        return False
+    return kwargs.get("use_cache") is not False and isinstance(cache, Cache) and cache.get_seq_length() > 0
+
+
+def _graph_for(forward: Callable[..., Any], model: Any, kwargs: dict[str, Any]) -> DecodeGraph | None:
+    cache = kwargs["cache"]
+    batch, length = kwargs["input_ids"].shape[0], cache.get_seq_length()
+    bound = next((layer.binding for layer in cache.layers if isinstance(layer, _Bound)), None)
+    graphs: OrderedDict[tuple, DecodeGraph] = model.__dict__.setdefault("_decode_graphs", OrderedDict())
+    reason = refuses(model, cache, hooks=bound is None) or _refuses_mask(kwargs.get("attention_mask"))
+    if reason is None and bound is not None and length < bound.capacity and bound.model() is model:
+        key = (batch, bound.capacity, *_circumstances(model))
+        if graphs.get(key) is bound:
+            dispatch.record(SUBJECT, "graph", model.device.type, f"batch {batch}, {bound.capacity} keys")
+            return bound
+    if bound is not None:
+        bound.release()
+        reason = reason or refuses(model, cache, hooks=True)  # not looked for while it was bound
+    if reason is not None:
+        dispatch.record(SUBJECT, "eager", model.device.type, reason)
+        return None
+    graph = _find_or_build(forward, model, cache, batch, length, graphs)
+    dispatch.record(SUBJECT, "graph", model.device.type, f"batch {batch}, {graph.capacity} keys")
+    return graph
+
+
+def _find_or_build(
+    forward: Callable[..., Any],
+    model: Any,
+    cache: Cache,
+    batch: int,
+    length: int,
+    graphs: OrderedDict[tuple, DecodeGraph],
+) -> DecodeGraph:
+    capacity = max(SMALLEST, 1 << (length + ROOM - 1).bit_length())
+    key = (batch, capacity, *_circumstances(model))
+    graph = graphs.get(key)
+    if graph is None or graph.fingerprint != fingerprint(model):
+        for other in list(graphs.values()) if graph is not None else []:
+            other.release()
+        if graph is not None:
+            # The weights moved: no graph of this model is right any more.
+            graphs.clear()
+        graph = graphs[key] = DecodeGraph(forward, model, cache, batch, capacity)
+    graphs.move_to_end(key)
+    while len(graphs) > KEPT:
+        graphs.popitem(last=False)[1].release()
+    return graph
+
+
+def _circumstances(model: Any) -> tuple:
+    """What else decides which code a step runs: it is captured once for each."""
+    choices = tuple(sorted(dispatch.forced_choices().items()))
+    return (model.config._attn_implementation, model.dtype, model.device, choices)
+
+
+def _replay(graph: DecodeGraph, kwargs: dict[str, Any]) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    cache, mask, position_ids = kwargs["cache"], kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if position_ids is None:
+        position_ids = (
+            torch.full_like(kwargs["input_ids"], cache.get_seq_length())
+            if mask is None
+            else mask.long().sum(-1, keepdim=True) - 1
+        )
+    logits = graph.run(cache, kwargs["input_ids"], mask, position_ids)
+    outputs = CausalLMOutputWithPast(logits=logits, cache=cache)
+    return outputs if kwargs.get("return_dict") is not False else outputs.to_tuple()

@@ -1,0 +1,223 @@
+"""Captured decode steps, on a CPU with a stand-in for a device graph that runs the captured function again.
+
+What a graph is bound to, when it is released, and that results do not change is all decided on the host; the devices'
+own graphs are exercised by the same tests where there is one.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from xpu_ports.common import dispatch, graph
+from xpu_ports.models.zamba2 import Zamba2ForCausalLM
+
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-zamba2"
+DEVICE = torch.device(torch.accelerator.current_accelerator() or "cpu")
+OPTIONS = {"do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture(autouse=True)
+def _graphs_here(monkeypatch):
+    if graph.graph_class(DEVICE) is None:
+
+        def capture(device, step):
+            for _ in range(3):
+                output = step()
+            return lambda: output.copy_(step()), output
+
+        monkeypatch.setattr(graph, "capture", capture)
+        monkeypatch.setattr(graph, "graph_class", lambda device: object)
+    dispatch.reset_explain()
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def model():
+    return Zamba2ForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval().to(DEVICE)
+
+
+def prompt(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 2048, shape, device=DEVICE)
+
+
+def eager(model, ids, **options):
+    with graph.use_graphs(False):
+        return model.generate(ids, **OPTIONS | options)
+
+
+def steps() -> dict[str, int]:
+    """Decode steps by how they ran."""
+    counts: dict[str, int] = {}
+    for line in dispatch.explain(show=False):
+        if line.op == graph.SUBJECT:
+            counts[line.backend] = counts.get(line.backend, 0) + line.calls
+    return counts
+
+
+def test_generate_is_captured_and_says_the_same(model):
+    ids = prompt(1, 20)
+    expected = eager(model, ids, max_new_tokens=40)
+    assert steps() == {}
+    assert torch.equal(model.generate(ids, max_new_tokens=40, **OPTIONS), expected)
+    assert steps() == {"graph": 39}
+    assert len(model._decode_graphs) == 1
+
+
+def test_prompts_and_batch_sizes_in_turn(model):
+    for shape in ((1, 20), (3, 7), (1, 33), (3, 9), (1, 5)):
+        ids = prompt(*shape)
+        assert torch.equal(model.generate(ids, max_new_tokens=12, **OPTIONS), eager(model, ids, max_new_tokens=12))
+    assert [key[0] for key in model._decode_graphs] == [3, 1]
+
+
+def test_a_cache_that_outgrows_its_graph(model, monkeypatch):
+    monkeypatch.setattr(graph, "SMALLEST", 16)
+    monkeypatch.setattr(graph, "ROOM", 4)
+    ids = prompt(2, 10)
+    assert torch.equal(model.generate(ids, max_new_tokens=60, **OPTIONS), eager(model, ids, max_new_tokens=60))
+    assert [key[1] for key in model._decode_graphs] == [16, 32, 64, 128]
+
+
+def test_two_conversations_interleaved(model):
+    a, b = prompt(1, 20), prompt(1, 30)
+    expected = [eager(model, ids, max_new_tokens=10)[:, ids.shape[1] :] for ids in (a, b)]
+    caches, tokens = [], [[], []]
+    for i, ids in enumerate((a, b)):
+        outputs = model(input_ids=ids, use_cache=True)
+        caches.append(outputs.cache)
+        tokens[i].append(outputs.logits[:, -1:].argmax(-1))
+    for _ in range(9):
+        for i, cache in enumerate(caches):
+            tokens[i].append(model(input_ids=tokens[i][-1], cache=cache).logits.argmax(-1))
+    assert steps() == {"graph": 18}
+    for i in range(2):
+        assert torch.equal(torch.cat(tokens[i], 1), expected[i])
+
+
+def test_two_models(model):
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.mul_(1.02)
+    ids = prompt(1, 12)
+    expected = [eager(m, ids, max_new_tokens=20) for m in (model, other)]
+    for m, text in zip((model, other), expected, strict=True):
+        assert torch.equal(m.generate(ids, max_new_tokens=20, **OPTIONS), text)
+    assert torch.equal(model.generate(ids, max_new_tokens=20, **OPTIONS), expected[0])
+
+
+def test_beams(model):
+    ids = prompt(2, 12)
+    options = {"num_beams": 3, "max_new_tokens": 20}
+    assert torch.equal(model.generate(ids, **OPTIONS, **options), eager(model, ids, **options))
+    assert steps() == {"graph": 19}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(model, side):
+    ids = prompt(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, slice(0, 7) if side == "left" else slice(13, None)] = 0
+    next_ids = prompt(2, 5)
+
+    def logits(enabled: bool) -> torch.Tensor:
+        with graph.use_graphs(enabled):
+            cache = model(input_ids=ids, attention_mask=mask, use_cache=True).cache
+            seen, out = mask, []
+            for t in range(5):
+                seen = torch.cat([seen, torch.ones_like(seen[:, :1])], 1)
+                out.append(model(input_ids=next_ids[:, t : t + 1], attention_mask=seen, cache=cache).logits)
+            return torch.cat(out, 1)
+
+    assert (logits(True) - logits(False)).abs().max() <= 2e-5
+    assert steps() == {"graph": 5}
+
+
+def test_more_tokens_after_a_captured_step(model):
+    ids = prompt(1, 40)
+    full = model(input_ids=ids).logits
+    outputs = model(input_ids=ids[:, :20], use_cache=True)
+    logits = [outputs.logits]
+    for piece in (slice(20, 21), slice(21, 22), slice(22, 30), slice(30, 31), slice(31, 40)):
+        logits.append(model(input_ids=ids[:, piece], cache=outputs.cache).logits)
+    assert (torch.cat(logits, 1) - full).abs().max() <= 1e-4
+    assert steps() == {"graph": 3}
+
+
+def test_the_cache_tells_the_truth_while_bound(model):
+    ids = prompt(1, 20)
+    cache = model(input_ids=ids[:, :18], use_cache=True).cache
+    model(input_ids=ids[:, 18:19], cache=cache)
+    model(input_ids=ids[:, 19:], cache=cache)
+    plain = model(input_ids=ids, use_cache=True).cache
+    assert cache.get_seq_length() == 20
+    for bound, expected in zip(cache.layers, plain.layers, strict=True):
+        assert torch.allclose(bound.recurrent_states[0], expected.recurrent_states[0], atol=1e-4)
+        if hasattr(expected, "keys"):
+            assert torch.allclose(bound.keys, expected.keys, atol=1e-4)
+            assert torch.allclose(bound.values, expected.values, atol=1e-4)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    again = model(input_ids=ids, cache=cache).logits
+    assert (again - model(input_ids=ids).logits).abs().max() == 0
+
+
+def test_weights_that_moved(model):
+    ids = prompt(1, 12)
+    model.generate(ids, max_new_tokens=6, **OPTIONS)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.05
+    assert torch.equal(model.generate(ids, max_new_tokens=20, **OPTIONS), eager(model, ids, max_new_tokens=20))
+
+
+def test_graphs_are_not_kept_without_end(model):
+    for batch in range(1, graph.KEPT + 3):
+        model.generate(prompt(batch, 4), max_new_tokens=3, **OPTIONS)
+    assert len(model._decode_graphs) == graph.KEPT
+
+
+def test_another_back_end_is_another_graph(model):
+    ids = prompt(1, 8)
+    model.generate(ids, max_new_tokens=3, **OPTIONS)
+    with dispatch.use_backend("reference", op="rms_norm"):
+        model.generate(ids, max_new_tokens=3, **OPTIONS)
+    assert len(model._decode_graphs) == 2
+
+
+def reason_for(model, ids, **options) -> str:
+    dispatch.reset_explain()
+    model.generate(ids, max_new_tokens=3, **OPTIONS, **options)
+    lines = [line for line in dispatch.explain(show=False) if line.op == graph.SUBJECT]
+    assert {line.backend for line in lines} == {"eager"}
+    return lines[0].reason
+
+
+def test_reasons_for_running_eagerly(model, monkeypatch):
+    ids = prompt(1, 8)
+    assert (
+        reason_for(model, ids, cache=StaticCache(config=model.config, max_cache_len=32)) == "the cache is a StaticCache"
+    )
+    handle = model.lm_head.register_forward_hook(lambda *_: None)
+    assert reason_for(model, ids) == "modules have hooks"
+    handle.remove()
+    model.hf_device_map = {"a": 0, "b": "cpu"}
+    assert reason_for(model, ids) == "the model is spread over devices"
+    del model.hf_device_map
+    model.generate(ids, max_new_tokens=3, **OPTIONS)
+    assert len(model._decode_graphs) == 1
+
+
+def test_what_a_graph_cannot_give_is_run(model):
+    ids = prompt(1, 8)
+    cache = model(input_ids=ids, use_cache=True).cache
+    assert isinstance(cache, DynamicCache)
+    outputs = model(input_ids=ids[:, :1], cache=cache, output_hidden_states=True)
+    assert len(outputs.hidden_states) == 9
+    with torch.enable_grad():
+        assert model(input_ids=ids[:, :1], cache=cache).logits.requires_grad
+    assert steps() == {}
