@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
 import importlib.metadata
 import json
 import platform
@@ -116,8 +117,18 @@ def device_name(device: torch.device) -> str:
     import torch
 
     if device.type == "cpu":
-        return platform.processor() or platform.machine()
+        return cpu_name()
     return getattr(torch, device.type).get_device_name(device)
+
+
+def cpu_name() -> str:
+    """The processor as the system names it; Linux does so in /proc alone."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 # ----------------------------------------------------------------------------------------------------------- loading
@@ -174,31 +185,40 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The port of a checkpoint on its device, and its tokenizer.
 
+    Args:
+        checkpoint: a folder that `check_checkpoint` has passed, or a name on the Hub.
+        device: where all of it goes.
+        dtype: of its weights.
+        verbose: let libraries warn.
+
     Raises:
         UserError: the checkpoint is not one that can be run.
         ValueError, OSError: a file of it is missing, damaged, or holds what the model does not expect.
     """
-    check_checkpoint(checkpoint)
-    import transformers
-
-    from xpu_ports import models
+    from xpu_ports.common.configuration import find_config, read_config
 
     quiet_libraries(verbose)
-    models.register()
     checkpoint = str(Path(checkpoint).expanduser())
     try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint)
+        config = find_config(checkpoint)
     except OSError as error:
-        # Only a name on the Hub gets here: a folder's config.json has been read before.
+        # Only a name on the Hub gets here: a folder without the file has been refused before.
         raise UserError(f"{checkpoint}: no such folder, and the Hub does not give it: {error}") from error
-    check_model_type(config.model_type, checkpoint)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint, config=config, dtype=dtype.value, device_map={"": device}
-    )
+    model_type = read_config(config).get("model_type")
+    check_model_type(model_type, config)
+    model = port(model_type).from_pretrained(checkpoint, dtype=dtype.value, device_map={"": device})
     stray = {p.device.type for p in model.parameters()} - {device.type}
     if stray:
         raise UserError(f"{checkpoint}: asked for {device}, but weights are on {', '.join(sorted(stray))}")
     return model.eval(), _load_tokenizer(checkpoint)
+
+
+def port(model_type: str) -> type[PreTrainedModel]:
+    """The class that runs language models of a type, out of `supported_model_types()`."""
+    from xpu_ports import models
+
+    _, classes = models.PORTS[model_type]
+    return getattr(importlib.import_module(f"xpu_ports.models.{model_type}"), classes["AutoModelForCausalLM"])
 
 
 def _load_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
@@ -224,12 +244,12 @@ def quiet_libraries(verbose: bool) -> None:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt; "-" reads it from stdin.
+    """The prompt; "-" reads it from stdin, less the newline that ends its last line.
 
     Raises:
         UserError: it is empty.
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if not text.strip():
         raise UserError("PROMPT is empty" + (": nothing came from stdin" if prompt == "-" else ""))
     return text

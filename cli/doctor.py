@@ -263,7 +263,7 @@ def check_triton_distribution(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "triton",
             "fail",
-            f"{named} is for torch's XPU build; this torch is {facts.torch.version}",
+            f"{named} is for torch for XPU; this is {facts.torch.version}",
             f"{INSTALL_XPU}, or pip uninstall -y {' '.join(present)}",
         )
     elif present:

@@ -28,6 +28,7 @@ def explain(
     ] = False,
 ) -> None:
     """Run one prefill and one decode step, then tell which back end ran each op, and why."""
+    _common.check_checkpoint(checkpoint)
     prompt = _common.read_prompt(prompt)
     with _common.stdout_kept_clean(as_json):
         result = run(checkpoint, prompt, device, dtype, backend, verbose)
@@ -61,13 +62,15 @@ def run(
         dispatch.reset_explain()
         # Two new tokens: the first comes out of the prefill, the second out of one step on the cache.
         model.generate(**inputs, streamer=phases, min_new_tokens=2, max_new_tokens=2, do_sample=False)
+    rows = merge(phases.prefill, dispatch.explain(show=False))
     return {
         **_common.describe(checkpoint, model),
         "prompt_tokens": inputs["input_ids"].shape[1],
-        "explain": merge(phases.prefill, dispatch.explain(show=False)),
+        "explain": rows,
         "registered": {
             name: [f"{i.backend} ({', '.join(i.devices)})" for i in op.implementations]
             for name, op in sorted(dispatch.OPS.items())
+            if any(row["op"] == name for row in rows)
         },
     }
 

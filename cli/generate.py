@@ -37,6 +37,7 @@ def generate(
     The prefill's time includes compiling kernels that are used for the first time.
     """
     sampling = sampling_arguments(temperature, top_p)
+    _common.check_checkpoint(checkpoint)
     prompt = _common.read_prompt(prompt)
     with _common.stdout_kept_clean(as_json):
         write = _discard if as_json else _write

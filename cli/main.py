@@ -40,7 +40,6 @@ _CommandLineError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == 
 _ABOUT_THE_INPUT = (
     ("xpu_ports.common.dispatch", "BackendError"),
     ("safetensors", "SafetensorError"),
-    ("huggingface_hub.errors", "StrictDataclassError"),
     ("torch", "OutOfMemoryError"),
 )
 
