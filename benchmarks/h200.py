@@ -1,6 +1,6 @@
 """Make the H200 numbers of the documentation: the kernels' tests on the GPU, then the ops beside their peers.
 
-    python benchmarks/h200.py [tests|ops|tiles ...]
+    python benchmarks/h200.py [tests] [ops[:NAME,...]] [tiles]
 
 Needs nothing installed but torch, Triton and pytest: the checkout is imported in place. Results go to the folder in
 OUT, or to benchmarks/results. Each section runs in a process of its own, so that one that fails leaves the others.
@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 FOLDERS = ("cli", "common", "models", "quant")
 # Seconds after which a section is stopped.
-LIMITS = {"tests": 150, "ops": 240, "tiles": 100}
-DEFAULT = ("tests", "ops", "tiles")
+LIMITS = {"tests": 150, "ops": 300, "tiles": 100}
+NORMS = "rms_norm,add_rms_norm,rms_norm_backward,gated_rms_norm"
+DEFAULT = ("tests", f"ops:{NORMS}", "tiles")
 
 
 def main(sections: tuple[str, ...]) -> int:
@@ -32,12 +33,12 @@ def main(sections: tuple[str, ...]) -> int:
         for section in sections:
             start = time.perf_counter()
             print(f"\n== {section}", flush=True)
+            name, _, arguments = section.partition(":")
+            command = [*_command(name), *filter(None, arguments.split(","))]
             try:
-                code = subprocess.run(
-                    _command(section), cwd=ROOT, env=environment, timeout=LIMITS[section], check=False
-                ).returncode
+                code = subprocess.run(command, cwd=ROOT, env=environment, timeout=LIMITS[name], check=False).returncode
             except subprocess.TimeoutExpired:
-                code = f"stopped after {LIMITS[section]} s"
+                code = f"stopped after {LIMITS[name]} s"
             print(f"== {section}: exit {code}, {time.perf_counter() - start:.0f} s", flush=True)
             if code != 0:
                 failed.append(section)
@@ -67,17 +68,8 @@ def _environment(folder: Path) -> dict[str, str]:
 def _command(section: str) -> list[str]:
     if section == "tests":
         workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-        tests = [
-            "tests/common/kernels",
-            "--backend",
-            "cuda",
-            "-q",
-            "--tb=short",
-            "--maxfail=15",
-            "-p",
-            "no:cacheprovider",
-        ]
-        return [sys.executable, "-m", "pytest", *tests, *workers]
+        options = ["--backend", "cuda", "-q", "--tb=short", "--maxfail=15", "-p", "no:cacheprovider"]
+        return [sys.executable, "-m", "pytest", "tests/common/kernels", *options, *workers]
     script = {"ops": "ops.py", "tiles": "tiles.py"}[section]
     return [sys.executable, str(ROOT / "benchmarks" / script)]
 

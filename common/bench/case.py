@@ -23,7 +23,7 @@ Sample = Callable[[Args, list[Tensor]], tuple[Args, list[Tensor]]]
 
 
 class PeerMissingError(Exception):
-    """The package of a peer is not installed here."""
+    """A peer is not installed here, or has nothing for this device."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class Case:
     # What the error is measured on; everything when left out.
     sample: Sample = lambda args, outputs: (args, outputs)
     flops: Callable[[Mapping[str, int]], int] = lambda size: 0
+    # Whether the reference compiles within seconds: one with a loop over time does not.
+    compiles: bool = True
 
     def draw(self, size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Args:
         """Arguments of one call, from a seed.
@@ -103,7 +105,7 @@ class Case:
         try:
             return getattr(importlib.import_module(module), function)
         except ImportError as error:
-            raise PeerMissingError(str(error)) from error
+            raise PeerMissingError(f"not installed: {error}") from error
 
 
 def parse_size(size: str) -> dict[str, int]:

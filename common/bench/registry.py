@@ -15,6 +15,7 @@ from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
+from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.selective_state_update import selective_state_update
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 
@@ -66,6 +67,18 @@ def _head_norm(size: Size, draw: Draw) -> Args:
 
 def _gated_mlp(size: Size, draw: Draw) -> Args:
     return draw(size["T"], 2 * size["F"]), None, "gelu"
+
+
+def _rotary(size: Size, draw: Draw) -> Args:
+    B, T, H, K = (size[letter] for letter in "BTHK")
+    angles = draw.uniform(0.0, 6.28, 1, T, K // 2, dtype=torch.float32)
+    return draw(B, T, H, K), draw(B, T, H, K), angles.cos(), angles.sin()
+
+
+def _tokens_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+    T = outputs[0].shape[1]
+    some = torch.tensor(sorted({*range(0, T, max(1, T // 64)), T - 1}), device=outputs[0].device)
+    return tuple(a[:, some] for a in args), [t[:, some] for t in outputs]
 
 
 # ----------------------------------------------------------------------------------------------------------- Mamba-2
@@ -207,6 +220,14 @@ CASES = {
             sample_rows,
         ),
         Case(
+            "rotary_embedding",
+            rotary_embedding,
+            ("B1-T1-H32-K128", "B1-T256-H32-K128", "B1-T8192-H32-K128"),
+            _rotary,
+            _peers("rotary_embedding", "transformers"),
+            _tokens_sample,
+        ),
+        Case(
             "causal_conv1d",
             causal_conv1d,
             ("B1-T256-D4352-W4-Z8512", "B1-T8192-D4352-W4-Z8512"),
@@ -230,6 +251,7 @@ CASES = {
             _peers("ssd_chunk_scan", "mamba_ssm", "vllm"),
             _scan_sample,
             _scan_flops,
+            compiles=False,
         ),
         Case(
             "selective_state_update",

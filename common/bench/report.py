@@ -29,8 +29,8 @@ def ceilings_line(ceilings: Ceilings) -> str:
 def table(name: str, groups: Iterable[Sequence[Result]]) -> Table:
     """One table for a case: a section a size, a row a variant. Microseconds: median, 10th to 90th percentile."""
     groups = list(groups)
-    absent = sorted({r.variant for results in groups for r in results if not r.installed})
-    caption = f"not installed here: {', '.join(absent)}" if absent else None
+    absent = sorted({r.variant for results in groups for r in results if r.missing})
+    caption = f"not here: {', '.join(absent)}" if absent else None
     made = Table(title=name, title_justify="left", caption=caption, caption_justify="left")
     made.add_column("size", no_wrap=True)
     made.add_column("variant", no_wrap=True)
@@ -39,7 +39,7 @@ def table(name: str, groups: Iterable[Sequence[Result]]) -> Table:
     made.add_column("note", overflow="fold")
     for results in groups:
         ours = reference_point(results)
-        present = [r for r in results if r.installed]
+        present = [r for r in results if not r.missing]
         for i, r in enumerate(present):
             made.add_row(r.size if i == 0 else "", *_cells(r, ours), end_section=i == len(present) - 1)
     return made
@@ -86,7 +86,7 @@ def summary(groups: Iterable[Sequence[Result]]) -> list[str]:
             f"{first.case} {first.size}: {ours.variant} {_pair(ours)} "
             f"{ours.moved / ours.device_time.median / 1e9:.0f}GB/s {share:.0f}% {budget}"
         ]
-        parts += [f"{r.variant} {_pair(r)}" for r in results if r is not ours and r.installed]
+        parts += [f"{r.variant} {_pair(r)}" for r in results if r is not ours and not r.missing]
         lines.append(" | ".join(parts))
     return lines
 

@@ -61,7 +61,8 @@ class Result:
     dtype: str
     variant: str
     ours: bool
-    installed: bool = True
+    # A peer that is not here.
+    missing: bool = False
     # The largest error against the oracle and the budget for it; None where it could not be run.
     error: float | None = None
     allowed: float | None = None
@@ -130,13 +131,13 @@ def run_case(
     torch.compiler.reset()
     ceilings = measure_ceilings(device)
     args = case.draw(size, device, dtype)
-    results, calls = {}, {}
-    for variant in variants(case, device, compiled):
+    results, calls, judge = {}, {}, _Judge(case, size, args, dtype)
+    for variant in variants(case, device, compiled and case.compiles):
         result = Result(case.name, size, str(dtype).removeprefix("torch."), variant.name, variant.backend is not None)
         results[variant.name] = result
         with torch.no_grad(), _noted(result), variant.context(case):
             prepare = variant.prepare()
-            work = _check(case, size, args, dtype, prepare, result)
+            work = judge(prepare, result)
             result.moved, result.flops, result.floor = work.moved, work.flops, ceilings.floor(work.moved, work.flops)
             calls[variant] = prepare
     with torch.no_grad():
@@ -146,30 +147,38 @@ def run_case(
     return list(results.values())
 
 
-def _check(case: Case, size: str, args: Args, dtype: torch.dtype, prepare: Prepare, result: Result) -> Work:
-    """Compare one fresh call with the oracle; fills in the error of the result."""
-    copies = copy_args(args)
-    outputs = flatten_outputs(prepare(*copies)()) + case.mutated(copies)
-    part, sampled = case.sample(args, outputs)
-    part = tuple(a.cpu() if isinstance(a, Tensor) else a for a in part)
-    expected = _reference_outputs(case, part)
-    exact = _reference_outputs(case, accuracy.to_double(part))
-    ratio = -1.0
-    for out, reference, oracle in zip(sampled, expected, exact, strict=False):
-        # All in the benchmark's dtype: a state kept in fp32 is a sum of products taken in it, and a peer may return
-        # an output in another dtype than ours. The ops' tests are stricter.
-        error = accuracy.measure(out.cpu().reshape(reference.shape).to(dtype), reference.to(dtype), oracle)
-        share = error.largest / error.allowed if error.allowed else math.inf if error.largest else 0.0
-        if share > ratio:
-            ratio, result.error, result.allowed = share, error.largest, error.allowed
-    if not result.within_budget:
-        result.note = f"error {result.error:.1e} exceeds the budget of {result.allowed:.1e}"
-    return case.work(size, args, outputs)
+class _Judge:
+    """Compares first calls of the variants of a case with the oracle, which it asks once."""
 
+    def __init__(self, case: Case, size: str, args: Args, dtype: torch.dtype) -> None:
+        self.case, self.size, self.args, self.dtype = case, size, args, dtype
+        self._expected: list[tuple[Tensor, Tensor]] = []
 
-def _reference_outputs(case: Case, args: Args) -> list[Tensor]:
-    copies = copy_args(args)
-    return flatten_outputs(case.op.reference(*copies)) + case.mutated(copies)
+    def __call__(self, prepare: Prepare, result: Result) -> Work:
+        """Make one call on fresh arguments and fill in the error of the result."""
+        copies = copy_args(self.args)
+        outputs = flatten_outputs(prepare(*copies)()) + self.case.mutated(copies)
+        part, sampled = self.case.sample(self.args, outputs)
+        if not self._expected:
+            part = tuple(a.cpu() if isinstance(a, Tensor) else a for a in part)
+            exact = self._reference_outputs(accuracy.to_double(part))
+            self._expected = list(zip(self._reference_outputs(part), exact, strict=True))
+        ratio = -1.0
+        for out, (reference, oracle) in zip(sampled, self._expected, strict=False):
+            # All in the benchmark's dtype: a state kept in fp32 is a sum of products taken in it, and a peer may
+            # return an output in another dtype than ours. The ops' tests are stricter.
+            out = out.cpu().reshape(reference.shape).to(self.dtype)
+            error = accuracy.measure(out, reference.to(self.dtype), oracle)
+            share = error.largest / error.allowed if error.allowed else math.inf if error.largest else 0.0
+            if share > ratio:
+                ratio, result.error, result.allowed = share, error.largest, error.allowed
+        if not result.within_budget:
+            result.note = f"error {result.error:.1e} exceeds the budget of {result.allowed:.1e}"
+        return self.case.work(self.size, self.args, outputs)
+
+    def _reference_outputs(self, args: Args) -> list[Tensor]:
+        copies = copy_args(args)
+        return flatten_outputs(self.case.op.reference(*copies)) + self.case.mutated(copies)
 
 
 def input_sets(moved: int, device: torch.device) -> int:
@@ -215,8 +224,8 @@ def _noted(result: Result) -> Iterator[None]:
     try:
         yield
     except PeerMissingError as missing:
-        result.installed = False
-        result.note = f"not installed: {missing}"
+        result.missing = True
+        result.note = str(missing)
     except BackendError as refusal:
         result.note = str(refusal)
     except torch.OutOfMemoryError:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xpu_ports.common.bench.case import PeerMissingError
+
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Callable[[], Any]:
     return functools.partial(F.rms_norm, x, (x.shape[-1],), weight, eps)
@@ -24,6 +26,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float)
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> Callable[[], Any]:
+    if dy.device.type == "cpu":
+        raise PeerMissingError("PyTorch has no fused backward on a CPU")
     # Autograd hands the operator the root mean square that the forward kept.
     shape = [x.shape[-1]]
     _, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
-from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNorm, Zamba2RMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import (
+    Zamba2RMSNorm,
+    Zamba2RMSNormGated,
+    apply_rotary_pos_emb,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Callable[[], Any]:
@@ -35,6 +39,12 @@ def gated_rms_norm(
         return functools.partial(_with_weight(KimiLinearRMSNormGated(N, eps), weight), x, z)
     assert activation == "silu", "Zamba2RMSNormGated knows no other activation"
     return functools.partial(_with_weight(Zamba2RMSNormGated(N, group_size or N, eps), weight), x, z)
+
+
+def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Callable[[], Any]:
+    # As its models hand them over: both halves, in the model's dtype.
+    cos, sin = (torch.cat((t, t), dim=-1).to(q.dtype) for t in (cos, sin))
+    return functools.partial(apply_rotary_pos_emb, q, k, cos, sin, unsqueeze_dim=2)
 
 
 def _with_weight(module: nn.Module, weight: Tensor) -> nn.Module:

@@ -1,0 +1,170 @@
+"""The rows: each op has one, sizes are read strictly, and the part that is checked stands for the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+from xpu_ports.common import dispatch
+from xpu_ports.common.bench import case as case_module
+from xpu_ports.common.bench.case import Case, PeerMissingError, copy_args, flatten_outputs, parse_size, sample_rows
+from xpu_ports.common.bench.registry import CASES, find
+
+CPU = torch.device("cpu")
+# A size of each row that the reference takes no time for; more rows than a sample takes where it takes some.
+SMALL = {
+    "rms_norm": "T150-N32",
+    "add_rms_norm": "T150-N32",
+    "rms_norm_backward": "T5-N32",
+    "concat_rms_norm": "T150-D16",
+    "gated_rms_norm": "T150-N32-G2-Z40",
+    "gated_rms_norm.sigmoid": "T50-H3-N16",
+    "gated_activation": "T150-F16",
+    "rotary_embedding": "B2-T150-H2-K8",
+    "causal_conv1d": "B2-T9-D100-W4-Z130",
+    "causal_conv1d_update": "B5-D12-W4",
+    "ssd_chunk_scan": "B1-T20-H4-P8-N8-G2",
+    "selective_state_update": "B5-H4-P8-N8-G2",
+    "mamba2_decode_step": "B5-H4-P8-N8-G2",
+}
+
+
+def full(case: Case) -> tuple[tuple, list[Tensor]]:
+    args = case.draw(SMALL[case.name], CPU, torch.float64)
+    copies = copy_args(args)
+    return args, flatten_outputs(case.op.reference(*copies)) + case.mutated(copies)
+
+
+def test_every_op_has_a_row():
+    dispatch.load_ops()
+    assert {case.op.name for case in CASES.values()} == set(dispatch.OPS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sizes_grow(name: str):
+    def elements(size: str) -> int:
+        with torch.device("meta"):
+            args = CASES[name].inputs(parse_size(size), MetaDraw())
+        return sum(a.numel() for a in args if isinstance(a, Tensor))
+
+    sizes = [elements(size) for size in CASES[name].sizes if "Z" not in size]
+    assert sizes == sorted(sizes)
+
+
+class MetaDraw:
+    """Draws shapes without memory."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def uniform(self, low: float, high: float, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self(*shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sample_is_what_the_reference_gives_for_it(name: str):
+    case = CASES[name]
+    args, outputs = full(case)
+    part, sampled = case.sample(args, outputs)
+    copies = copy_args(part)
+    expected = flatten_outputs(case.op.reference(*copies)) + case.mutated(copies)
+    assert len(sampled) == len(expected) == len(outputs)
+    for ours, theirs in zip(sampled, expected, strict=True):
+        torch.testing.assert_close(ours, theirs.reshape(ours.shape))
+    if case.sample is sample_rows:
+        assert sampled[0].shape[0] < outputs[0].flatten(0, -2).shape[0]
+        assert torch.equal(sampled[0][-1], outputs[0].flatten(0, -2)[-1])
+
+
+def test_bytes_count_inputs_outputs_and_state_twice():
+    case = CASES["selective_state_update"]
+    args, outputs = full(case)
+    state, x, dt, A_log, B, C, D, dt_bias, _ = args
+    wide = 8 * (x.numel() * 2 + dt.numel() + B.numel() + C.numel())
+    # The state is fp32 in every dtype of the benchmark, read and written; so are the numbers of a head, read.
+    assert case.work(SMALL[case.name], args, outputs).moved == wide + 4 * (
+        2 * state.numel() + A_log.numel() + D.numel() + dt_bias.numel()
+    )
+
+
+def test_bytes_of_a_slice_are_those_of_the_slice():
+    case = CASES["gated_rms_norm"]
+    args = case.draw("T3-N32-G1-Z64", CPU, torch.bfloat16)
+    assert args[1].stride() == (64, 1)
+    assert case.work("T3-N32-G1-Z64", args, [args[0]]).moved == 2 * (3 * 32 * 3 + 32)
+
+
+def test_flops_of_the_scan_are_the_causal_products():
+    case = CASES["ssd_chunk_scan"]
+    B, T, H, P, N, G = 1, 512, 4, 8, 16, 2
+    scores, values, states = (T * 256 * N * G, T * 256 * P * H, 2 * 2 * T * N * P * H)
+    assert case.flops({"B": B, "T": T, "H": H, "P": P, "N": N, "G": G}) == scores + values + states
+
+
+def test_a_seed_repeats_and_another_differs():
+    case = CASES["rms_norm"]
+    first, again, other = (case.draw("T3-N8", CPU, torch.float32, seed)[0] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("size", ["", "T1", "T1-Q4", "T1-N4-T2", "t1-N4", "T1-N", "T1-N4-H2"])
+def test_a_wrong_size_is_refused(size: str):
+    with pytest.raises(ValueError, match=r"is not a size|does not have the letters"):
+        CASES["rms_norm"].draw(size, CPU, torch.float32)
+
+
+def test_an_optional_letter_may_be_left_out():
+    assert CASES["gated_rms_norm"].draw("T2-N8-G1", CPU, torch.float32)[1].is_contiguous()
+
+
+def test_find_by_row_and_by_op():
+    assert [case.name for case in find(["rms_norm"])] == ["rms_norm"]
+    assert [case.name for case in find(["gated_rms_norm"])] == ["gated_rms_norm", "gated_rms_norm.sigmoid"]
+    assert [case.name for case in find(["gated_rms_norm.sigmoid"])] == ["gated_rms_norm.sigmoid"]
+    assert find([]) == list(CASES.values())
+    with pytest.raises(ValueError, match="did you mean 'rms_norm'"):
+        find(["rms_nrm"])
+
+
+# The packages that peers come from, by the peer's name.
+PACKAGES = {"liger": "liger_kernel"}
+
+
+@pytest.mark.parametrize(("name", "peer"), [(case.name, peer) for case in CASES.values() for peer in case.peers])
+def test_every_peer_is_written(name: str, peer: str):
+    if importlib.util.find_spec(PACKAGES.get(peer, "torch" if peer == "pytorch" else peer)) is None:
+        with pytest.raises(PeerMissingError, match=PACKAGES.get(peer, peer)):
+            CASES[name].peer(peer)
+    else:
+        assert callable(CASES[name].peer(peer))
+
+
+def test_a_peer_that_is_not_installed_says_so():
+    case = dataclasses.replace(CASES["rms_norm"], peers={"none": "no_such_package:rms_norm"})
+    with pytest.raises(PeerMissingError, match="no_such_package"):
+        case.peer("none")
+
+
+def test_copied_arguments_keep_their_strides_and_share_nothing():
+    x = torch.arange(60.0).reshape(3, 4, 5)[:, 1:3, ::2].transpose(0, 1)
+    (copy,) = copy_args((x,))
+    assert copy.stride() == x.stride()
+    assert torch.equal(copy, x)
+    copy.zero_()
+    assert x.abs().sum() > 0
+    empty = torch.empty(0, 4)
+    assert copy_args((empty, None, 1.0))[0].shape == (0, 4)
+
+
+def test_row_samples_of_one_row_and_of_many():
+    for rows in (1, 2, 64, 65, 1000):
+        x = torch.arange(float(rows))[:, None].expand(rows, 3)
+        _, (picked,) = case_module.sample_rows((), [x])
+        assert picked[0, 0] == 0
+        assert picked[-1, 0] == rows - 1
+        assert len(picked) <= 130
