@@ -23,7 +23,10 @@ def plot_roof_shares(path: Path, groups: Sequence[Sequence[Result]], title: str)
     from matplotlib import pyplot as plt
 
     cases = list(dict.fromkeys(results[0].case for results in groups))
-    figure, axes = plt.subplots(len(cases), 1, figsize=(11, 3.2 * len(cases)), squeeze=False, layout="constrained")
+    most = max(sum(results[0].case == case for results in groups) for case in cases)
+    # Wide enough for the sizes' names side by side.
+    shape = (max(9.0, 3.0 + 1.5 * most), 3.2 * len(cases))
+    figure, axes = plt.subplots(len(cases), 1, figsize=shape, squeeze=False, layout="constrained")
     figure.suptitle(title)
     for axis, case in zip(axes[:, 0], cases, strict=True):
         mine = [results for results in groups if results[0].case == case]
@@ -40,6 +43,6 @@ def plot_roof_shares(path: Path, groups: Sequence[Sequence[Result]], title: str)
         axis.set_ylabel("% of measured roof")
         axis.set_xticks(range(len(mine)), [results[0].size for results in mine], fontsize=8)
         axis.margins(y=0.15)
-        axis.legend(fontsize=7, ncols=min(4, max(1, len(names))), loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120)
     plt.close(figure)
