@@ -69,12 +69,22 @@ def _operand(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def _add_outer(state, x, weight, B, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """state [P, N] + sum_t weight[t] x[t] B[t]^T, the products weight x split into TERMS operands."""
-    rest = tl.trans(x.to(tl.float32) * weight[:, None])
+def _add_outer(
+    state, x, weight, B, N_ROWS: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr
+):
+    """state + sum_t weight[t] x[t] B[t]^T, the products weight x split into TERMS operands.
+
+    The state is [N, P] with N_ROWS, else [P, N].
+    """
+    rest = x.to(tl.float32) * weight[:, None]
+    if not N_ROWS:
+        rest = tl.trans(rest)
     for term in tl.static_range(TERMS):
         part = _operand(rest, DOT)
-        state = tl.dot(part, B, state, input_precision=PRECISION)
+        if N_ROWS:
+            state = tl.dot(tl.trans(B), part, state, input_precision=PRECISION)
+        else:
+            state = tl.dot(part, B, state, input_precision=PRECISION)
         if term + 1 < TERMS:
             rest -= part.to(tl.float32)
     return state
@@ -148,6 +158,7 @@ def _segment_states_kernel(
     HEADS_PER_GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     VARLEN: tl.constexpr,
+    N_ROWS: tl.constexpr,
     TERMS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -177,7 +188,7 @@ def _segment_states_kernel(
 
     # Backwards, so that the decay of a token up to the segment's end is known when it is met.
     chunks = tl.cdiv(length, BLOCK_T)
-    state = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
+    state = tl.zeros((BLOCK_N, BLOCK_P) if N_ROWS else (BLOCK_P, BLOCK_N), dtype=tl.float32)
     after = 0.0
     first = (chunks - 1) * BLOCK_T
     raw_next = tl.load(dt_ptr + first.to(tl.int64) * stride_dt_t + offs_t * stride_dt_t, mask=offs_t + first < length)
@@ -194,12 +205,13 @@ def _segment_states_kernel(
         B = tl.load(B_ptr + first64 * stride_B_t + offs_t[:, None] * stride_B_t + offs_n[None, :], B_mask, 0.0)
         # added = sum_j exp(last - g[j]) dt[j] x[j] B[j]^T
         weight = dt * tl.exp2(_decay_to_end(g) + after)
-        state = _add_outer(state, x, weight, _operand(B, DOT), TERMS, DOT, PRECISION)
+        state = _add_outer(state, x, weight, _operand(B, DOT), N_ROWS, TERMS, DOT, PRECISION)
         after += tl.sum(g, 0)
 
     if pid % P_BLOCKS == 0:
         tl.store(decays_ptr + slot * H + h, after)
     offs = (slot * H + h) * P * N + offs_p[:, None] * N + offs_n[None, :]
+    state = tl.trans(state) if N_ROWS else state
     tl.store(states_ptr + offs, state, mask=(offs_p < P)[:, None] & (offs_n < N)[None, :])
 
 
@@ -293,6 +305,7 @@ def _scan_kernel(
     HAS_START: tl.constexpr,
     VARLEN: tl.constexpr,
     SEGMENTED: tl.constexpr,
+    N_ROWS: tl.constexpr,
     TERMS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -326,6 +339,7 @@ def _scan_kernel(
         start_ptr += slot * stride_s_b + h * stride_s_h
         offs = offs_p[:, None] * stride_s_p + offs_n[None, :]
         state += tl.load(start_ptr + offs, mask=state_mask, other=0.0).to(tl.float32)
+    state = tl.trans(state) if N_ROWS else state
 
     causal = offs_t[:, None] >= offs_t[None, :]
     raw_next = tl.load(dt_ptr + offs_t * stride_dt_t, mask=offs_t < length)
@@ -347,7 +361,8 @@ def _scan_kernel(
         last = tl.sum(g, 0)
         g = tl.cumsum(g, 0)
         # y[i] = exp(g[i]) C[i] . state
-        y = tl.dot(C, tl.trans(_operand(state, DOT)), input_precision=PRECISION) * tl.exp2(g)[:, None]
+        state_cols = _operand(state, DOT) if N_ROWS else tl.trans(_operand(state, DOT))
+        y = tl.dot(C, state_cols, input_precision=PRECISION) * tl.exp2(g)[:, None]
         # y[i] += sum_{j <= i} exp(g[i] - g[j]) (C[i] . B[j]) dt[j] x[j]
         scores = tl.dot(C, tl.trans(B), input_precision=PRECISION)
         if DOT == "fp32":
@@ -361,9 +376,10 @@ def _scan_kernel(
         y_offs = first64 * H * P + offs_t[:, None] * (H * P) + offs_p[None, :]
         tl.store(y_ptr + y_offs, y.to(y_ptr.dtype.element_ty), mask=x_mask)
         # state = exp(last) state + sum_j exp(last - g[j]) dt[j] x[j] B[j]^T
-        state = _add_outer(state * tl.exp2(last), x, weight, B, TERMS, DOT, PRECISION)
+        state = _add_outer(state * tl.exp2(last), x, weight, B, N_ROWS, TERMS, DOT, PRECISION)
 
     if not SEGMENTED:
+        state = tl.trans(state) if N_ROWS else state
         offs = (slot * H + h) * P * N + offs_p[:, None] * N + offs_n[None, :]
         tl.store(final_ptr + offs, state, mask=state_mask)
 
@@ -388,6 +404,8 @@ class _Plan:
     precision: str
     # Operands that the products which reach the final state are split into.
     terms: int
+    # The state's tile is [N, P] instead of [P, N].
+    n_rows: bool
     # Programs that keep the device busy: below, sequences are cut into segments of at least `shortest` tokens.
     programs: int
     shortest: int
@@ -398,16 +416,18 @@ class _Plan:
 def plan(dtype: torch.dtype, device: Architecture) -> _Plan:
     """The plan for tensors of a dtype on an architecture."""
     programs, shortest = 2 * device.units, 256
+    # Intel's compiler lays all warps along the rows of chained products: many rows, few columns a warp.
+    n_rows = device.name != "nvidia"
     small = _Launch(32, 32, 8, 1, 256)
     if dtype == torch.bfloat16:
         states, scan = small, small
         if device.name == "nvidia":
             states, scan = _Launch(64, 64, 4, 3), _Launch(64, 64, 4, 2)
-        return _Plan("bf16", "ieee", 3, programs, shortest, states, scan)
+        return _Plan("bf16", "ieee", 3, n_rows, programs, shortest, states, scan)
     if dtype == torch.float16:
         # Not fp16 operands: the state and the scores may leave its range where y does not.
-        return _Plan("tf32", "tf32", 2, programs, shortest, small, small)
-    return _Plan("fp32", "tf32x3" if device.name == "nvidia" else "ieee", 1, programs, shortest, small, small)
+        return _Plan("tf32", "tf32", 2, n_rows, programs, shortest, small, small)
+    return _Plan("fp32", "tf32x3" if device.name == "nvidia" else "ieee", 1, n_rows, programs, shortest, small, small)
 
 
 def _refuses(
@@ -507,7 +527,7 @@ def launch(
     segmented = segment < T
     shapes = {"H": H, "P": P, "N": N, "VARLEN": varlen, "BLOCK_S": next_power_of_2(sequences) if varlen else 1}
     heads = {"HEADS_PER_GROUP": H // G, "HAS_BIAS": dt_bias is not None, "BLOCK_N": block_n}
-    products = {"DOT": how.dot, "PRECISION": how.precision}
+    products = {"DOT": how.dot, "PRECISION": how.precision, "N_ROWS": how.n_rows}
     x_dt_B = (*x.stride()[:3], *dt.stride(), *B.stride()[:3])
     cu_seqlens = x if cu_seqlens is None else cu_seqlens
     dt_bias = A_log if dt_bias is None else dt_bias
