@@ -1,0 +1,37 @@
+"""Tests, under `xpu_offline.plugin`: every kernel compiled as it is launched for the sizes of the released models.
+
+The sizes are those of the benchmark registry. Nothing runs: a tile that spills shows in the native code, and tests of
+numbers are too small to have it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from xpu_offline.driver import compile_only
+from xpu_ports.common.bench.case import Case, Draw, parse_size
+from xpu_ports.common.bench.registry import CASES
+from xpu_ports.common.dispatch import use_backend
+
+
+class Unfilled(Draw):
+    """Tensors whose memory is never touched, so that a model's sizes take none."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
+
+    def uniform(self, low: float, high: float, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self(*shape, dtype=dtype)
+
+
+SIZES = [(case, size) for case in CASES.values() for size in case.sizes]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("case", "size"), SIZES, ids=[f"{case.name}-{size}" for case, size in SIZES])
+def test_compiles(xpu_architecture: str, case: Case, size: str, dtype: torch.dtype) -> None:
+    args = case.inputs(parse_size(size), Unfilled(torch.device("cpu"), dtype, torch.Generator()))
+    with compile_only(), use_backend("triton"):
+        case.op(*args)

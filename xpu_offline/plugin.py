@@ -1,0 +1,105 @@
+"""pytest plugin: the back end `xpu-offline` for the tests of ops.
+
+    .venv-xpu/bin/python -m pytest -p xpu_offline.plugin --backend xpu-offline tests/common/kernels
+
+Each test that takes a `target` (or `xpu_architecture` itself) runs once for each Intel architecture: the launch wrapper
+configures for it, Intel's compiler compiles for it, and the code of the same back end for a device without matrix units
+runs on this CPU. All other tests are left out. What was seen is written to `--xpu-observations`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pathlib
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from xpu_offline.driver import install, prepare_environment
+from xpu_offline.record import Record
+from xpu_offline.targets import TARGETS
+
+CACHE = pathlib.Path(os.environ.get("XPU_OFFLINE_CACHE", pathlib.Path(sys.prefix, "xpu-offline-cache")))
+
+# Before anything imports a kernel.
+prepare_environment(CACHE)
+
+from xpu_ports.common import accuracy, dispatch  # noqa: E402
+from xpu_ports.common.device import use_architecture  # noqa: E402
+
+RECORD = Record()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--xpu-observations",
+        type=pathlib.Path,
+        default=CACHE / "observations.json",
+        metavar="PATH",
+        help="where to write what was seen of each kernel",
+    )
+    parser.addoption(
+        "--xpu-shard",
+        default="0/1",
+        metavar="I/N",
+        help="run the I-th of N parts of the tests (from 0); all architectures of a test are in one part",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    faulthandler.enable()
+    observations = config.getoption("--xpu-observations")
+    RECORD.breadcrumb = observations.with_name(observations.name + ".compiling")
+    install(RECORD, CACHE)
+    dispatch.EMULATED_ON_CPU.add("triton")
+    _record_comparisons()
+
+
+def _record_comparisons() -> None:
+    measure = accuracy.measure
+
+    def recorded(*args: Any, **kwargs: Any) -> accuracy.Error:
+        error = measure(*args, **kwargs)
+        RECORD.compared(error.largest, error.allowed)
+        return error
+
+    accuracy.measure = recorded
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "target" in metafunc.fixturenames and "xpu_architecture" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("xpu_architecture")
+    if "xpu_architecture" in metafunc.fixturenames:
+        metafunc.parametrize("xpu_architecture", list(TARGETS), indirect=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = (int(n) for n in config.getoption("--xpu-shard").split("/"))
+    ours = [i for i in items if hasattr(i, "callspec") and "xpu_architecture" in i.callspec.params]
+    # Architectures share code, and so do the tests of one function.
+    ours = [i for i in ours if zlib.crc32(f"{i.path.name}::{i.originalname}".encode()) % parts == part]
+    kept = set(ours)
+    config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+    items[:] = ours
+
+
+@pytest.fixture
+def xpu_architecture(request: pytest.FixtureRequest) -> str:
+    """The name of the architecture that the test runs for; tests need not ask for it."""
+    return request.param
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
+    RECORD.new_test()
+    with use_architecture(item.callspec.params["xpu_architecture"]):
+        return (yield)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    RECORD.write(session.config.getoption("--xpu-observations"))

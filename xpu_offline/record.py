@@ -1,0 +1,93 @@
+"""What was seen of each kernel on each architecture: filled while the tests run, written as JSON at their end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from xpu_offline.native import Native
+
+
+@dataclass
+class Seen:
+    """One kernel on one architecture, over all launches."""
+
+    launches: int = 0
+    shared: int = 0
+    natives: dict[tuple[str, str], Future[Native]] = field(default_factory=dict)
+    # The error closest to what is allowed, as (error, allowed); bitwise comparisons count as (0, 0).
+    error: tuple[float, float] | None = None
+    failures: list[str] = field(default_factory=list)
+
+
+class Record:
+    """All observations of a run."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, str], Seen] = {}
+        # Runs ocloc beside the tests.
+        self.pool = ThreadPoolExecutor(2)
+        # Names what was being compiled, should the compiler take the process down.
+        self.breadcrumb = pathlib.Path(os.devnull)
+        self._recent: set[tuple[str, str]] = set()
+        self._compared = True
+
+    def of(self, kernel: str, architecture: str) -> Seen:
+        return self.seen.setdefault((kernel, architecture), Seen())
+
+    def launched(self, kernel: str, architecture: str) -> Seen:
+        """Note a launch; the next comparison is of what it computed."""
+        if self._compared:
+            self._recent, self._compared = set(), False
+        self._recent.add((kernel, architecture))
+        seen = self.of(kernel, architecture)
+        seen.launches += 1
+        return seen
+
+    def compared(self, error: float, allowed: float) -> None:
+        """Note a comparison with the oracle."""
+        self._compared = True
+        for key in self._recent:
+            seen = self.seen[key]
+            if seen.error is None or _share(error, allowed) > _share(*seen.error):
+                seen.error = (error, allowed)
+
+    def new_test(self) -> None:
+        """Forget which kernels were launched last."""
+        self._recent, self._compared = set(), True
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Plain data, one row a kernel and architecture, sorted."""
+        return [
+            {"kernel": kernel, "architecture": architecture, **_row(seen)}
+            for (kernel, architecture), seen in sorted(self.seen.items())
+        ]
+
+    def write(self, path: pathlib.Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.rows(), indent=1) + "\n")
+
+
+def _share(error: float, allowed: float) -> float:
+    return error / allowed if allowed else float(error > 0)
+
+
+def _row(seen: Seen) -> dict[str, Any]:
+    natives = [future.result() for future in seen.natives.values()]
+    return {
+        "launches": seen.launches,
+        "codes": len(natives),
+        "shared": seen.shared,
+        "dpas": any(n.dpas for n in natives),
+        "block_read": any(n.block_read for n in natives),
+        "grf": sorted({n.grf for n in natives if n.grf}),
+        "simd": sorted({n.simd for n in natives if n.simd}),
+        "spills": max((n.spills for n in natives), default=0),
+        "undefined": sorted({symbol for n in natives for symbol in n.undefined}),
+        "error": seen.error,
+        "failures": sorted({*seen.failures, *(n.failure for n in natives if n.failure)}),
+    }
