@@ -54,9 +54,9 @@ def measure(out: Tensor, reference: Tensor, oracle: Tensor) -> Error:
     if out64.numel() == 0:
         return Error(0.0, 0.0, 0.0, 0)
     # A value beyond the dtype's range is infinite in the reference too; the oracle's own range does not count.
-    oracle64 = torch.where(reference64.isfinite(), oracle64, reference64)
+    oracle64 = torch.where(reference64.isinf(), reference64, oracle64)
     odd = ~oracle64.isfinite()
-    misplaced = (out64.isfinite() == odd) | (odd & (out64.isnan() != oracle64.isnan()))
+    misplaced = ~torch.where(odd, (out64 == oracle64) | (out64.isnan() & oracle64.isnan()), out64.isfinite())
     assert not misplaced.any(), (
         f"{int(misplaced.sum())} of {out.numel()} values are NaN or infinite where the oracle is not, or the reverse; "
         f"first at flat index {int(misplaced.flatten().nonzero()[0])}"
@@ -66,8 +66,7 @@ def measure(out: Tensor, reference: Tensor, oracle: Tensor) -> Error:
     rms = oracle64.square().mean().sqrt().item()
     return Error(
         largest=difference.max().item(),
-        allowed=2 * (reference64 - oracle64).abs().max().item()
-        + TOLERANCE[out.dtype] * oracle64.abs().max().item(),
+        allowed=2 * (reference64 - oracle64).abs().max().item() + TOLERANCE[out.dtype] * oracle64.abs().max().item(),
         relative=difference.square().mean().sqrt().item() / rms if rms else 0.0,
         at=int(difference.argmax()),
     )
@@ -95,5 +94,9 @@ def to_double(value: Any) -> Any:
 
 def oracle(reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The reference in fp64 on the CPU (not every Intel GPU has fp64), on copies: in-place ops leave `args` alone."""
-    copies = [a.clone() if isinstance(a, Tensor) else a for a in (to_double(a) for a in args)]
-    return reference(*copies, **{k: to_double(v) for k, v in kwargs.items()})
+
+    def copy(value: Any) -> Any:
+        value = to_double(value)
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return reference(*map(copy, args), **{k: copy(v) for k, v in kwargs.items()})
