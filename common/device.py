@@ -55,7 +55,7 @@ ARCHITECTURES = {
 # Parts of device names as the drivers report them, first match wins.
 _XPU_NAMES = (
     ("max", ("data center gpu max", "ponte vecchio")),
-    ("arc-a", ("arc(tm) a", "arc a", "dg2", "flex", "meteor", "arrow")),
+    ("arc-a", ("arc(tm) a", "arc a", "arc(tm) pro a", "dg2", "flex", "meteor", "arrow")),
     ("xe2", ("arc(tm) b", "arc b", "arc(tm) pro b", "battlemage", "lunar", "140v", "130v", "xe2", "panther")),
 )
 
