@@ -1,0 +1,122 @@
+"""Without Triton, everything imports and the references run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from xpu_ports.common import tritonlib
+
+WITHOUT_TRITON = """
+    import sys
+
+    class Blocked:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] == "triton":
+                raise ModuleNotFoundError("No module named 'triton'", name=name)
+
+    sys.meta_path.insert(0, Blocked())
+"""
+
+
+def without_triton(code: str) -> str:
+    """What a program prints in a process that has no Triton."""
+    program = textwrap.dedent(WITHOUT_TRITON) + textwrap.dedent(code)
+    environment = {k: v for k, v in os.environ.items() if k != "XPU_PORTS_BACKEND"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_ops_without_triton() -> None:
+    output = without_triton("""
+        import torch
+        from torch._subclasses import FakeTensorMode
+        from xpu_ports.common import tritonlib
+        from xpu_ports.common.dispatch import OPS, BackendError, load_ops, use_backend
+
+        load_ops()
+        x, weight = torch.randn(3, 8), torch.randn(8)
+        assert "triton" not in sys.modules
+        assert not tritonlib.AVAILABLE and not tritonlib.INTERPRETED and tritonlib.version() == (0, 0)
+        assert torch.equal(OPS["rms_norm"](x, weight), OPS["rms_norm"].reference(x, weight))
+        assert OPS["gated_rms_norm"](x, x, weight).shape == x.shape
+        with FakeTensorMode():
+            print(*OPS["rms_norm"].choose(torch.empty(3, 8, device="xpu"), None))
+            with use_backend("triton"):
+                try:
+                    OPS["rms_norm"].choose(torch.empty(3, 8, device="xpu"), None)
+                except BackendError as error:
+                    print(error)
+    """)
+    choice, error = output.splitlines()
+    assert choice == "reference triton: Triton cannot be imported: No module named 'triton'"
+    assert error.endswith("triton: Triton cannot be imported: No module named 'triton'")
+
+
+def test_every_op_refuses_without_triton() -> None:
+    """Each with the reason, by the arguments of the dispatch tests' calls."""
+    output = without_triton("""
+        from torch._subclasses import FakeTensorMode
+        from tests.common.ops import fake
+        from tests.common.test_dispatch import CALLS, OPS
+
+        for call, arguments in CALLS.items():
+            with FakeTensorMode():
+                op = OPS[call.split()[0]]
+                print(call, "|", len(op.implementations), "|", *op.choose(*(fake(a) for a in arguments())))
+    """)
+    lines = [line.split(" | ") for line in output.splitlines()]
+    assert len(lines) > 5
+    for call, implementations, choice in lines:
+        expected = "reference triton: Triton cannot be imported" if int(implementations) else "reference no other back"
+        assert choice.startswith(expected), call
+
+
+@pytest.mark.parametrize(("text", "expected"), [("3.3.0b1", (3, 3)), ("3.10.0+git1234", (3, 10)), ("4.0.0", (4, 0))])
+def test_version(monkeypatch: pytest.MonkeyPatch, text: str, expected: tuple[int, int]) -> None:
+    monkeypatch.setattr(tritonlib, "AVAILABLE", True)
+    monkeypatch.setattr(tritonlib.triton, "__version__", text, raising=False)
+    assert tritonlib.version() == expected
+
+
+def test_on_the_device_of_a_cpu_tensor_nothing_changes() -> None:
+    with tritonlib.on_device_of(torch.zeros(1)) as entered:
+        assert entered is None
+
+
+@pytest.mark.parametrize(("current", "switched"), [(0, ["enter 1", "exit"]), (1, [])])
+def test_on_the_device_of_another_tensor(monkeypatch: pytest.MonkeyPatch, current: int, switched: list) -> None:
+    events = []
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            events.append(f"enter {self.index}")
+
+        def __exit__(self, *error: object) -> None:
+            events.append("exit")
+
+    class Elsewhere:
+        device = torch.device("xpu", 1)
+
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
+    monkeypatch.setattr(torch.accelerator, "device_index", Device)
+    with tritonlib.on_device_of(Elsewhere()):
+        pass
+    assert events == switched
+
+
+def test_arithmetic() -> None:
+    for a in range(1, 70):
+        assert tritonlib.next_power_of_2(a) == min(1 << k for k in range(8) if 1 << k >= a)
+        for b in (1, 2, 7, 64):
+            assert (tritonlib.cdiv(a, b) - 1) * b < a <= tritonlib.cdiv(a, b) * b
+    assert (tritonlib.cdiv(0, 5), tritonlib.next_power_of_2(0)) == (0, 1)
