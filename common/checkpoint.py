@@ -175,8 +175,8 @@ def read_pickle(path: str | os.PathLike) -> dict[str, TensorInfo]:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         found, hint = _what_it_is(path)
-        if not hint:
-            found, hint = "one that cannot be read", str(error).splitlines()[0].split(". ")[0]
+        if os.path.getsize(path) and not hint:
+            found, hint = "one that cannot be read", str(error).partition(". ")[0] or type(error).__name__
         raise CheckpointError(path, None, "a file written by torch.save", found, hint) from None
     if not isinstance(tensors, dict):
         raise CheckpointError(path, None, "a dict of tensors", type(tensors).__name__)

@@ -286,12 +286,13 @@ def _without_ignored(model: PreTrainedModel, unused: list[str], found: Mapping[s
     base = f"{model.base_model_prefix}."
     if model.base_model is model and any(key.startswith(base) for key in found):
         patterns.update(f"^{re.escape(key)}$" for key in unused if not key.startswith(base))
-    ignored = [key for key in unused if _any_of(patterns).search(key)]
+    matches = _any_of(patterns).search
+    ignored = [key for key in unused if matches(key)]
     if ignored:
         logger.info("left out %d tensors that %s does not have: %s", len(ignored), type(model).__name__, ignored)
         # So that transformers' own report leaves them out as well.
         model._keys_to_ignore_on_load_unexpected = patterns
-    return [key for key in unused if key not in set(ignored)]
+    return [key for key in unused if not matches(key)]
 
 
 def _any_of(patterns: Iterable[str] | None) -> re.Pattern[str]:
@@ -441,8 +442,8 @@ def _check_config_before(
         names = known_keys(cls.config_class) - {"dtype", "torch_dtype"}
         overrides = {name: value for name, value in kwargs.items() if name in names}
         return load_config(cls.config_class, source, checks, overrides, **download)
-    if path is not None and kwargs.get("_from_auto"):
-        # An Auto class has read it from the same place.
+    if path is not None and config.name_or_path == os.fspath(path):
+        # An Auto class has read it from there.
         where = find_config(path, **download)
         check_config(config, checks, where)
         check_file(config, read_config(where), checks, where)

@@ -107,8 +107,9 @@ ZAMBA2_CHECKS = ConfigChecks(
         "time_step_min": number(0, without_low=True),
         "time_step_max": number(0, without_low=True),
         "time_step_floor": number(0),
-        # What the published checkpoints were trained with; the convolution always has its bias.
-        "hidden_act": one_of("gelu"),
+        # Those that the model's gated MLP computes; every published config says gelu.
+        "hidden_act": one_of("gelu", "gelu_pytorch_tanh", "silu"),
+        # The convolution always has its bias.
         "use_conv_bias": one_of(True),
         "add_bias_linear": _BOOLEAN,
         "use_shared_attention_adapter": _BOOLEAN,
