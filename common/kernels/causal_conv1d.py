@@ -82,7 +82,7 @@ def causal_conv1d_update(
             moved = torch.where(valid[:, None, None], moved, state)
         state.copy_(moved)
         outputs.append(y)
-    return torch.stack(outputs, dim=1).to(x.dtype)
+    return torch.stack(outputs, dim=1).to(x.dtype) if outputs else torch.empty_like(x)
 
 
 def _activate(y: Tensor, activation: str) -> Tensor:
@@ -158,9 +158,8 @@ def _first_tokens(
             at = t + (w - (W - 1))
             before = offs_d < tl.where(at < 0, D, 0)
             x = tl.load(x_ptr + offs_x + at * stride_x_t, mask=mask_d & ~before, other=0.0).to(tl.float32)
-            x += tl.load(initial_ptr + offs_d * stride_i_d + (S + at) * stride_i_s, mask=before, other=0.0).to(
-                tl.float32
-            )
+            offs_i = offs_d.to(tl.int64) * stride_i_d + (S + at) * stride_i_s
+            x += tl.load(initial_ptr + offs_i, mask=before, other=0.0).to(tl.float32)
             acc += x * tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
         if SILU:
             acc = silu(acc)

@@ -151,10 +151,10 @@ def _step_kernel(
     INNER: tl.constexpr = H * P
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     pid = tl.program_id(0)
-    tile = pid % tiles
+    part = pid % tiles
     h = pid // tiles % H
     b = (pid // (tiles * H)).to(tl.int64)
-    offs_p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
+    offs_p = part * BLOCK_P + tl.arange(0, BLOCK_P)
     offs_n = tl.arange(0, BLOCK_N)
     mask_p, mask_n = offs_p < P, offs_n < N
     mask_pn = mask_p[:, None] & mask_n[None, :]
@@ -208,7 +208,7 @@ def _step_kernel(
     # A row of `gated`: INNER gated outputs, then the sum of squares of each program, by head.
     gated_ptr += b * (INNER + H * tiles)
     tl.store(gated_ptr + at_x, y, mask=mask_p)
-    tl.store(gated_ptr + INNER + h * tiles + tile, tl.sum(y * y, axis=0))
+    tl.store(gated_ptr + INNER + h * tiles + part, tl.sum(y * y, axis=0))
     move_window(window_ptr, new_x, at_x, moves, STRIDE_C_D, STRIDE_C_S, S, BLOCK_S)
 
 
