@@ -54,3 +54,55 @@ def ops(
     where = resolve_device(device)
     wanted = [size.strip() for size in sizes.split(",")] if sizes is not None else None
     bench_ops(names or [], where, getattr(torch, dtype), wanted, out, as_json, compiled=compiled)
+
+
+@app.command("model")
+def model(
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="A model type, such as zamba2.")],
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="A released size, such as 1.2b, with random weights.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", metavar="CKPT", help="Real weights instead.")
+    ] = None,
+    device: DeviceOption = "auto",
+    dtype: Annotated[Dtype, typer.Option("--dtype")] = Dtype.BFLOAT16,
+    batch: Annotated[str, typer.Option("--batch", metavar="N[,N]...", help="Batch sizes.")] = "1",
+    prompt: Annotated[str, typer.Option("--prompt", metavar="N[,N]...", help="Prompt lengths.")] = "128",
+    new: Annotated[int, typer.Option("--new", min=2, help="Tokens to decode.")] = 128,
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Also measure transformers' class.")] = True,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the results here as JSONL.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure prefill and decode through `generate`: captured, eager, and transformers' own class beside them.
+
+    Launches and kernel milliseconds are those of one eager decode step. With --json one object a line.
+    """
+    import torch
+
+    from xpu_ports.cli.bench_model import bench_model
+
+    where = resolve_device(device)
+    bench_model(
+        name,
+        layout,
+        checkpoint,
+        where,
+        getattr(torch, dtype),
+        _numbers(batch, "--batch"),
+        _numbers(prompt, "--prompt"),
+        new,
+        peer,
+        out,
+        as_json,
+    )
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{option} is {text!r}, expected positive numbers with commas between them")
+    return numbers

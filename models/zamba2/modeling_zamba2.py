@@ -32,13 +32,18 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from xpu_ports.common.graph import captured_decode
-from xpu_ports.common.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
-from xpu_ports.common.kernels.selective_state_update import selective_state_update
+from xpu_ports.common.kernels.causal_conv1d import causal_conv1d
+from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
+from xpu_ports.common.kernels.gated_mlp import gated_activation
+from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
+from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm
 
 # The published code fixes it, whatever rms_norm_eps says; every published config has the same value there.
 GATED_NORM_EPS = 1e-5
+# hidden_act in configs -> gated_activation's name.
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 
 
 class Zamba2RotaryEmbedding(nn.Module):
@@ -65,15 +70,11 @@ class Zamba2RotaryEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].float() * self.inv_freq.float().to(x.device)  # [B, T, head_dim / 2]
-        angles = torch.cat((angles, angles), dim=-1)[:, None]  # [B, 1, T, head_dim]
+        """cos and sin, [B, T, head_dim / 2] each, for position_ids [B, T]."""
+        angles = position_ids[..., None].float() * self.inv_freq.float().to(x.device)
+        if self.attention_scaling == 1.0:
+            return angles.cos(), angles.sin()
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, H, T, head_dim], half-split, in fp32; rounded once."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-x2, x1), dim=-1) * sin).to(x.dtype)
 
 
 class Zamba2MambaMixer(nn.Module):
@@ -112,21 +113,30 @@ class Zamba2MambaMixer(nn.Module):
         Returns:
             [B, T, D].
         """
-        z, xBC, dt = self.in_proj(u).split([self.d_inner, self.d_conv, self.H], dim=-1)
+        zxBCdt = self.in_proj(u)
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         if state is not None and u.shape[1] == 1:
-            y = self.step(xBC, dt, cache.get_conv_state(self.layer_idx), state, mask)
-        else:
-            y = self.scan(xBC, dt, cache, state, mask)
-        return self.out_proj(self.norm(y, z))
+            return self.out_proj(self.step(zxBCdt, cache.get_conv_state(self.layer_idx), state, mask))
+        z, xBC, dt = zxBCdt.split([self.d_inner, self.d_conv, self.H], dim=-1)
+        return self.out_proj(self.norm(self.scan(xBC, dt, cache, state, mask), z))
 
-    def step(self, xBC: Tensor, dt: Tensor, conv_state: Tensor, state: Tensor, mask: Tensor | None) -> Tensor:
-        """One token, the states moved in place; all [B, 1, .], gives [B, 1, d_inner]."""
-        xBC = causal_conv1d_update(conv_state, xBC, self.conv1d.weight[:, 0], self.conv1d.bias, mask)
-        x, B, C = self.heads(xBC[:, 0])
-        mask = None if mask is None else mask[:, 0]
-        y = selective_state_update(state, x, dt[:, 0], self.A_log, B, C, self.D, self.dt_bias, mask)
-        return y.flatten(1)[:, None]
+    def step(self, zxBCdt: Tensor, conv_state: Tensor, state: Tensor, mask: Tensor | None) -> Tensor:
+        """One token, the states moved in place and the output normalized; [B, 1, .] gives [B, 1, d_inner]."""
+        y = mamba2_decode_step(
+            zxBCdt[:, 0],
+            conv_state,
+            state,
+            self.conv1d.weight[:, 0],
+            self.conv1d.bias,
+            self.A_log,
+            self.D,
+            self.dt_bias,
+            self.norm.weight,
+            None if mask is None else mask[:, 0],
+            self.G,
+            GATED_NORM_EPS,
+        )
+        return y[:, None]
 
     def scan(self, xBC: Tensor, dt: Tensor, cache: Cache | None, state: Tensor | None, mask: Tensor | None) -> Tensor:
         """A sequence or a piece of one; xBC [B, T, d_conv], dt [B, T, H], gives [B, T, d_inner]."""
@@ -234,7 +244,7 @@ class Zamba2Attention(nn.Module):
             layer_idx: the layer: chooses the cache, which places do not share.
             mask: what transformers' mask functions made for the attention in use.
             cache: extended by this call's keys and values.
-            positions: cos and sin, [B, 1, T, head_dim] each, or None for no positions.
+            positions: cos and sin, [B, T, head_dim / 2] each, or None for no positions.
 
         Returns:
             ([B, T, D], attention weights where the attention in use gives them).
@@ -244,9 +254,10 @@ class Zamba2Attention(nn.Module):
             q = q + self.linear_q_adapter_list[place](x)
             k = k + self.linear_k_adapter_list[place](x)
             v = v + self.linear_v_adapter_list[place](x)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # [B, H, T, head_dim]
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if positions is not None:
-            q, k = rotate(q, *positions), rotate(k, *positions)
+            q, k = rotary_embedding(q, k, *positions)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, head_dim]
         if cache is not None:
             k, v = cache.update(k, v, layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
@@ -281,14 +292,15 @@ class Zamba2MLP(nn.Module):
     def __init__(self, config: Zamba2Config, block_id: int) -> None:
         super().__init__()
         F = config.intermediate_size
-        self.activation = config.hidden_act
+        self.activation = ACTIVATIONS[config.hidden_act]
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * F, bias=config.add_bias_linear)
         self.down_proj = nn.Linear(F, config.hidden_size, bias=config.add_bias_linear)
         self.gate_up_proj_adapter_list = Adapters(config, block_id, config.hidden_size, 2 * F)
 
     def forward(self, x: Tensor, place: int) -> Tensor:
-        gate, up = (self.gate_up_proj(x) + self.gate_up_proj_adapter_list[place](x)).chunk(2, dim=-1)
-        return self.down_proj(nn.functional.gelu(gate) * up)
+        return self.down_proj(
+            gated_activation(self.gate_up_proj(x), self.gate_up_proj_adapter_list[place](x), self.activation)
+        )
 
 
 class Zamba2AttentionDecoderLayer(nn.Module):
@@ -301,10 +313,27 @@ class Zamba2AttentionDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.attention_hidden_size, eps=config.rms_norm_eps)
         self.pre_ff_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, h: Tensor, x0: Tensor, place: int, layer_idx: int, mask: Tensor | None, **kwargs: Any) -> Tensor:
-        x = self.input_layernorm(torch.cat([h, x0], dim=-1))
+    @force_accelerate_hooks("input_layernorm")
+    def forward(
+        self, h: Tensor, y: Tensor | None, x0: Tensor, place: int, layer_idx: int, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Run the block on [h + y | x0].
+
+        Args:
+            h, y: [B, T, D], the residual stream and what is still to be added to it, or None.
+            x0: [B, T, D], the embeddings.
+            place, layer_idx, mask, kwargs: the attention's.
+
+        Returns:
+            ([B, T, D], h + y).
+        """
+        norm = self.input_layernorm
+        if y is None:
+            x = concat_rms_norm(h, None, x0, norm.weight, norm.variance_epsilon)
+        else:
+            x, h = concat_rms_norm(y, h, x0, norm.weight, norm.variance_epsilon)
         x, _ = self.self_attn(x, place, layer_idx, mask, **kwargs)
-        return self.feed_forward(self.pre_ff_layernorm(x), place)
+        return self.feed_forward(self.pre_ff_layernorm(x), place), h
 
 
 class Zamba2MambaDecoderLayer(GradientCheckpointingLayer):
@@ -360,10 +389,8 @@ class Zamba2HybridLayer(GradientCheckpointingLayer):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """(h, y) -> (h + y, this layer's output); the shared block's output reaches the Mamba-2 layer's input only."""
-        h = h if y is None else h + y
-        t = self.linear(
-            self.shared_transformer(h, x0, self.place, self.layer_idx, attention_mask, cache=cache, **kwargs)
-        )
+        t, h = self.shared_transformer(h, y, x0, self.place, self.layer_idx, attention_mask, cache=cache, **kwargs)
+        t = self.linear(t)
         _, y = self.mamba_decoder(h, t, x0, token_mask, attention_mask, cache=cache)
         return h, y
 

@@ -263,11 +263,13 @@ def refusal(op: Op, *args: Any, **kwargs: Any) -> str:
 
 
 def fake(value: Any) -> Any:
-    """A tensor without data on an XPU in place of a tensor, everything else as it is. Inside a FakeTensorMode."""
+    """A tensor without data on an accelerator in place of a tensor, else the value. Inside a FakeTensorMode."""
     if not isinstance(value, Tensor):
         return value
+    # A CUDA build asks its own device even for a fake; a CPU build lets an XPU be faked.
+    device = "cuda" if torch.cuda.is_available() else "xpu"
     return torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device="xpu", requires_grad=value.requires_grad
+        value.shape, value.stride(), dtype=value.dtype, device=device, requires_grad=value.requires_grad
     )
 
 

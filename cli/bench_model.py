@@ -1,0 +1,232 @@
+"""`xpu-ports bench model`: prefill and decode of a whole model, beside transformers' own class on the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GenerationConfig
+
+import xpu_ports.models
+from xpu_ports.common import graph
+from xpu_ports.common.bench.environment import environment
+from xpu_ports.common.dispatch import Explanation, explain, reset_explain
+
+REPEATS = 3
+# transformers' path is slow: fewer tokens give its rate as well.
+PEER_TOKENS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelResult:
+    """One variant at one batch size and prompt length. Times in seconds, rates over the whole batch."""
+
+    variant: str
+    batch: int
+    prompt: int
+    prefill_s: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    # Of the slowest and the fastest repetition.
+    decode_low: float
+    decode_high: float
+    # Of one decode step run eagerly; None where they were not counted.
+    launches: int | None = None
+    kernel_ms: float | None = None
+    weight_bytes: int = 0
+
+
+def bench_model(
+    name: str,
+    layout: str | None,
+    checkpoint: Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    batches: list[int],
+    prompts: list[int],
+    new: int,
+    peer: bool,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure and report; random weights where no checkpoint is given.
+
+    Raises:
+        ValueError: no such model or layout.
+    """
+    model, theirs = _build(name, layout, checkpoint, device, dtype, peer)
+    results: list[ModelResult] = []
+    reset_explain()
+    for batch in batches:
+        for prompt in prompts:
+            ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=device)
+            if graph.graph_class(device) is not None:
+                results.append(_measure("captured", model, ids, new))
+            with graph.use_graphs(False):
+                results.append(_measure("eager", model, ids, min(new, 48), count=True))
+            if theirs is not None:
+                results.append(_measure("transformers", theirs, ids, min(new, PEER_TOKENS), count=True))
+            _free(model)
+    _report(name, layout or str(checkpoint), device, dtype, results, explain(show=False), out, as_json)
+
+
+def _build(
+    name: str, layout: str | None, checkpoint: Path | None, device: torch.device, dtype: torch.dtype, peer: bool
+) -> tuple[Any, Any]:
+    """Our model and transformers' on the same weights, in the same memory."""
+    if name not in xpu_ports.models.PORTS:
+        raise ValueError(f"no port of model type {name!r}; there are: {', '.join(xpu_ports.models.PORTS)}")
+    class_name = xpu_ports.models.PORTS[name][1]["AutoModelForCausalLM"]
+    ours = getattr(importlib.import_module(f"xpu_ports.models.{name}"), class_name)
+    if checkpoint is not None:
+        model = ours.from_pretrained(checkpoint, dtype=dtype).to(device)
+    else:
+        layouts = importlib.import_module(f"xpu_ports.models.{name}.layouts")
+        config = layouts.layout_config(layout or next(iter(layouts.LAYOUTS)), dtype=dtype)
+        with _default_dtype(dtype), torch.device(device):
+            model = ours(config)
+    model = model.eval()
+    if not peer:
+        return model, None
+    peer_class = getattr(importlib.import_module("transformers"), class_name)
+    with torch.device("meta"):
+        theirs = peer_class(model.config)
+    # Buffers that no checkpoint holds, such as rotary frequencies, stay on the meta device: take ours.
+    theirs.load_state_dict(model.state_dict(), assign=True)
+    theirs.tie_weights()
+    buffers = dict(model.named_buffers())
+    for key, buffer in list(theirs.named_buffers()):
+        if buffer.is_meta:
+            owner, _, leaf = key.rpartition(".")
+            theirs.get_submodule(owner).register_buffer(leaf, buffers[key].clone(), persistent=False)
+    return model, theirs.eval()
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.inference_mode()
+def _measure(variant: str, model: Any, ids: torch.Tensor, new: int, count: bool = False) -> ModelResult:
+    batch, prompt = ids.shape
+    synchronize = _synchronizer(ids.device)
+
+    def generate(tokens: int) -> float:
+        options = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        synchronize()
+        start = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
+        synchronize()
+        return time.perf_counter() - start
+
+    generate(3)  # compiles, captures
+    prefill = statistics.median(generate(1) for _ in range(REPEATS))
+    rates = sorted(batch * (new - 1) / (generate(new) - prefill) for _ in range(REPEATS))
+    launches, kernel_ms = _count(model, ids) if count else (None, None)
+    return ModelResult(
+        variant=variant,
+        batch=batch,
+        prompt=prompt,
+        prefill_s=prefill,
+        prefill_tokens_per_s=batch * prompt / prefill,
+        decode_tokens_per_s=statistics.median(rates),
+        decode_low=rates[0],
+        decode_high=rates[-1],
+        launches=launches,
+        kernel_ms=kernel_ms,
+        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+    )
+
+
+def _count(model: Any, ids: torch.Tensor) -> tuple[int | None, float | None]:
+    """Kernels launched by one eager decode step and the milliseconds that they took on the device."""
+    if ids.device.type == "cpu":
+        return None, None
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CUDA if ids.device.type == "cuda" else ProfilerActivity.XPU
+    cache = model(input_ids=ids[:, :16], use_cache=True).cache
+    token = ids[:, :1]
+    for _ in range(3):
+        model(input_ids=token, cache=cache, logits_to_keep=1)
+    _synchronizer(ids.device)()
+    with profile(activities=[activity, ProfilerActivity.CPU]) as profiled:
+        model(input_ids=token, cache=cache, logits_to_keep=1)
+        _synchronizer(ids.device)()
+    kernels = [
+        e
+        for e in profiled.events()
+        if e.device_type != torch.autograd.DeviceType.CPU and not e.name.startswith(("Memcpy", "Memset"))
+    ]
+    return len(kernels), sum(e.device_time_total for e in kernels) / 1e3
+
+
+def _synchronizer(device: torch.device) -> Callable[[], None]:
+    return (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
+
+
+def _free(model: Any) -> None:
+    model.__dict__.pop("_decode_graphs", None)
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+
+def _report(
+    name: str,
+    what: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    results: list[ModelResult],
+    ledger: Explanation,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    lines = [{"model": name, "layout": what, "dtype": str(dtype).removeprefix("torch."), **environment(device)}]
+    lines += [dataclasses.asdict(r) for r in results]
+    if as_json:
+        for line in lines:
+            print(json.dumps(line))
+    else:
+        console = Console()
+        console.print(_table(f"{name} {what}, {lines[0]['dtype']}", results))
+        console.print(str(ledger), highlight=False)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / f"model-{name}-{Path(what).name}.jsonl").open("w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def _table(title: str, results: list[ModelResult]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("batch", "prompt", "variant", "prefill tok/s", "decode tok/s", "low-high", "launches", "kernel ms"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for r in results:
+        table.add_row(
+            str(r.batch),
+            str(r.prompt),
+            r.variant,
+            f"{r.prefill_tokens_per_s:,.0f}",
+            f"{r.decode_tokens_per_s:,.1f}",
+            f"{r.decode_low:,.1f}-{r.decode_high:,.1f}",
+            "" if r.launches is None else str(r.launches),
+            "" if r.kernel_ms is None else f"{r.kernel_ms:.2f}",
+        )
+    return table
