@@ -102,12 +102,17 @@ def test_a_broken_peer_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
     def shaped(x: Tensor, weight: Tensor, eps: float) -> Callable[[], Tensor]:
         return lambda: x[:, :1]
 
-    found = results(with_peers(monkeypatch, "rms_norm", broken=broken, overwrites=overwrites, shaped=shaped), "T5-N32")
+    def late(x: Tensor, weight: Tensor, eps: float) -> Callable[[], Tensor]:
+        return lambda: CASES["rms_norm"].op.reference(x, weight, eps)
+
+    peers = {"broken": broken, "overwrites": overwrites, "shaped": shaped, "late": late}
+    found = results(with_peers(monkeypatch, "rms_norm", **peers), "T5-N32")
     assert found["broken"].note == "RuntimeError: needs a wider GPU"
     assert found["broken"].eager is None
     assert not found["overwrites"].within_budget
     assert found["shaped"].note.startswith("RuntimeError: ")
     assert found["reference"].within_budget
+    assert found["late"].within_budget, "what one peer overwrites, the next one gets"
 
 
 def test_nan_is_never_right(monkeypatch: pytest.MonkeyPatch):
