@@ -16,6 +16,8 @@ from xpu_ports.common.kernels.rms_norm import LARGEST_ROW, dims_used, refuses_ro
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import cdiv, on_device_of, tl, triton
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
 
 @op
 def concat_rms_norm(
@@ -47,8 +49,8 @@ def _refuses(x: Tensor, residual: Tensor | None, x0: Tensor, weight: Tensor | No
         return f"rows of {N} elements, more than {LARGEST_ROW}"
     if weight is not None and (weight.shape != (N,) or not weight.is_contiguous()):
         return f"weight has shape {tuple(weight.shape)}, expected ({N},), contiguous"
-    if weight is not None and not weight.is_floating_point():
-        return f"weight has dtype {weight.dtype}"
+    if weight is not None and weight.dtype not in _FLOATS:
+        return f"weight has dtype {weight.dtype}, not one of float16, bfloat16, float32"
     return refuses_rows(x, None, x0) if residual is None else refuses_rows(x, None, x0, residual)
 
 
