@@ -138,9 +138,10 @@ class Launcher:
         target = TARGETS[self.architecture]
         key = (code.spirv, code.flags)
         if key not in seen.natives:
-            seen.natives[key] = self.driver.record.pool.submit(
+            future = self.driver.record.pool.submit(
                 native.compile_native, code.spirv, target.native, code.flags, self.driver.cache / "native"
             )
+            seen.natives[key] = (future, self._words(code))
         if _compile_only.get() or 0 in (x, y, z):
             return
         if self._program is None:
@@ -155,6 +156,14 @@ class Launcher:
                 (x, y, z),
                 check_writers=self._first_of_its_kind((x, y, z)),
             )
+
+    def _words(self, code: Code) -> str:
+        """The constants and options of this specialization."""
+        names, signature = self.source.fn.arg_names, self.source.signature
+        constants = {names[path[0]]: value for path, value in self.source.constants.items()}
+        pointers = dict.fromkeys(t for t in signature.values() if t.startswith("*"))
+        shown = [f"{k}={v}" for k, v in constants.items() if k.isupper()]
+        return " ".join([*pointers, *shown, f"num_warps={self.metadata.num_warps}", code.flags]).strip()
 
     def _first_of_its_kind(self, grid: tuple[int, int, int]) -> bool:
         """Whether the programs' writes are to be told apart: once for each grid, and not where writes are atomic."""

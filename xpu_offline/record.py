@@ -11,6 +11,8 @@ from typing import Any
 
 from xpu_offline.native import Native
 
+_LISTED = 12
+
 
 @dataclass
 class Seen:
@@ -18,7 +20,8 @@ class Seen:
 
     launches: int = 0
     shared: int = 0
-    natives: dict[tuple[str, str], Future[Native]] = field(default_factory=dict)
+    # By (SPIR-V, flags): the native code, and what was specialized and launched in words.
+    natives: dict[tuple[bytes, str], tuple[Future[Native], str]] = field(default_factory=dict)
     # The error closest to what is allowed, as (error, allowed); bitwise comparisons count as (0, 0).
     error: tuple[float, float] | None = None
     failures: list[str] = field(default_factory=list)
@@ -77,7 +80,9 @@ def _share(error: float, allowed: float) -> float:
 
 
 def _row(seen: Seen) -> dict[str, Any]:
-    natives = [future.result() for future in seen.natives.values()]
+    described = [(future.result(), words) for future, words in seen.natives.values()]
+    natives = [native for native, _ in described]
+    spilling = {words: native.spills for native, words in described if native.spills}
     return {
         "launches": seen.launches,
         "codes": len(natives),
@@ -86,7 +91,9 @@ def _row(seen: Seen) -> dict[str, Any]:
         "block_read": any(n.block_read for n in natives),
         "grf": sorted({n.grf for n in natives if n.grf}),
         "simd": sorted({n.simd for n in natives if n.simd}),
-        "spills": max((n.spills for n in natives), default=0),
+        "spills": max(spilling.values(), default=0),
+        # The launches that spill, the worst first.
+        "spilling": dict(sorted(spilling.items(), key=lambda item: (-item[1], item[0]))[:_LISTED]),
         "undefined": sorted({symbol for n in natives for symbol in n.undefined}),
         "error": seen.error,
         "failures": sorted({*seen.failures, *(n.failure for n in natives if n.failure)}),

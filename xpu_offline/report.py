@@ -40,6 +40,7 @@ def merge(observations: Iterable[list[Row]]) -> list[Row]:
         into["codes"] += row["codes"]
         for key in ("shared", "spills", "dpas", "block_read"):
             into[key] = max(into[key], row[key])
+        into["spilling"] = dict(sorted({**into["spilling"], **row["spilling"]}.items(), key=lambda item: -item[1]))
         for key in ("grf", "simd", "undefined", "failures"):
             into[key] = sorted({*into[key], *row[key]})
         into["error"] = max((e for e in (into["error"], row["error"]) if e), key=share, default=None)
@@ -86,7 +87,8 @@ def _row_problems(row: Row, allowances: dict[str, Any]) -> list[str]:
         found.append(f"{where}: error {row['error'][0]:.2e}, allowed {row['error'][1]:.2e}")
     allowed = max((a["spills"] for a in allowances.get("spills", []) if _applies(a, row)), default=0)
     if row["architecture"] in NO_SPILLS and row["spills"] > allowed:
-        found.append(f"{where}: spills {row['spills']}, allowed {allowed}")
+        launches = (f"\n    {spills}: {launch}" for launch, spills in row["spilling"].items() if spills > allowed)
+        found.append(f"{where}: spills {row['spills']}, allowed {allowed}{''.join(launches)}")
     known = [u["symbol"] for u in allowances.get("undefined", [])]
     for symbol in row["undefined"]:
         if not any(fnmatch.fnmatch(symbol, pattern) for pattern in known):

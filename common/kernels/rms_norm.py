@@ -14,6 +14,7 @@ from torch import Tensor
 
 from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
+from xpu_ports.common.kernels.rounding import rounded
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, next_power_of_2, on_device_of, tl, triton
 
@@ -191,7 +192,8 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + offs_x, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         offs_r = row_offset(offs_m, n1, n2, stride_r_0, stride_r_1, stride_r_2, DIMS)[:, None] + offs_n[None, :]
-        total = (x + tl.load(residual_ptr + offs_r, mask=mask, other=0.0).to(tl.float32)).to(total_ptr.dtype.element_ty)
+        residual = tl.load(residual_ptr + offs_r, mask=mask, other=0.0).to(tl.float32)
+        total = rounded(x + residual, total_ptr.dtype.element_ty)
         tl.store(total_ptr + offs_y, total, mask=mask)
         x = total.to(tl.float32)
     # y = x * rsqrt(mean(x^2) + eps) * weight
@@ -266,9 +268,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tens
 
 
 @add_rms_norm.implement("triton", "xpu", "cuda", refuses=_refuses_add)
-def add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     _launch_forward(x, residual, weight, y, total, eps, add=True)
@@ -308,9 +308,7 @@ def _launch_forward(
 
 
 @rms_norm_backward.implement("triton", "xpu", "cuda", refuses=_refuses_backward)
-def rms_norm_backward_triton(
-    dy: Tensor, x: Tensor, weight: Tensor | None, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
+def rms_norm_backward_triton(dy: Tensor, x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     N = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel() == 0:

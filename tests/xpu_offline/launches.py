@@ -1,0 +1,102 @@
+"""What the dispatch chooses on an XPU and how the kernels are launched there, found with fake tensors on a CPU.
+
+python -m tests.xpu_offline.launches > tests/xpu_offline/launches.txt
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+# Before a kernel is decorated: no compiler is needed here.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from triton.runtime.jit import KernelInterface
+
+from xpu_ports.common.bench.case import Case, Draw, parse_size
+from xpu_ports.common.bench.registry import CASES
+from xpu_ports.common.device import use_architecture
+
+ARCHITECTURES = ("max", "xe2", "arc-a")
+Launch = tuple[str, tuple[int, ...], dict[str, Any]]
+
+
+class Unfilled(Draw):
+    """Tensors whose memory is never touched."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype)
+
+    def uniform(self, low: float, high: float, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self(*shape, dtype=dtype)
+
+
+def arguments(case: Case, size: str, dtype: torch.dtype) -> list[Any]:
+    """The case's arguments at a size, on the CPU, unfilled."""
+    return list(case.inputs(parse_size(size), Unfilled(torch.device("cpu"), dtype, torch.Generator())))
+
+
+def on_xpu(value: Any) -> Any:
+    """A fake tensor on an XPU with the shape, strides and dtype of a tensor; inside a `FakeTensorMode`."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device="xpu:0", requires_grad=value.requires_grad
+    )
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[Launch]]:
+    """Inside, launches are noted instead of done: kernel, grid and keyword arguments."""
+    launches: list[Launch] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: launches.append((kernel.fn.__name__.removeprefix("_"), grid, options))
+
+    with (
+        mock.patch.object(KernelInterface, "__getitem__", launch),
+        mock.patch.object(torch.accelerator, "current_device_index", return_value=0),
+    ):
+        yield launches
+
+
+def launches_of(case: Case, size: str, dtype: torch.dtype, architecture: str) -> tuple[str, str, list[Launch]]:
+    """(back end, reason, launches) of a call on an XPU of an architecture."""
+    given = arguments(case, size, dtype)
+    with use_architecture(architecture), FakeTensorMode(), captured() as launches:
+        fakes = [on_xpu(a) for a in given]
+        backend, reason = case.op.choose(*fakes)
+        for implementation in case.op.implementations:
+            if implementation.backend == backend:
+                implementation.run(*fakes)
+    return backend, reason, launches
+
+
+def lines() -> Iterator[str]:
+    """The launches of every benchmark row at its smallest and largest size; equal architectures on one line."""
+    for case in CASES.values():
+        for size in dict.fromkeys((case.sizes[0], case.sizes[-1])):
+            for dtype in (torch.bfloat16, torch.float32):
+                by_launch: dict[str, list[str]] = {}
+                for architecture in ARCHITECTURES:
+                    _, _, launches = launches_of(case, size, dtype, architecture)
+                    text = "; ".join(_text(launch) for launch in launches)
+                    by_launch.setdefault(text, []).append(architecture)
+                for text, names in by_launch.items():
+                    yield f"{case.name} {size} {str(dtype).removeprefix('torch.')} on {', '.join(names)}: {text}"
+
+
+def _text(launch: Launch) -> str:
+    kernel, grid, options = launch
+    shown = [f"{k}={v}" for k, v in options.items() if k.startswith(("BLOCK", "num_", "grf_"))]
+    return " ".join([kernel, "x".join(map(str, grid)), *shown])
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))

@@ -1,0 +1,173 @@
+"""What the dispatch chooses on an XPU, every general refusal, and the launch configuration for each architecture.
+
+No PyTorch for XPU is needed: the tensors are fakes on the device "xpu".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from tests.xpu_offline.launches import ARCHITECTURES, arguments, launches_of, lines, on_xpu
+from xpu_ports.common import device, dispatch
+from xpu_ports.common.bench.case import Case
+from xpu_ports.common.bench.registry import CASES
+from xpu_ports.common.device import ARCHITECTURES as FACTS
+from xpu_ports.common.device import grf_options, use_architecture
+from xpu_ports.common.dispatch import OPS, BackendError, use_backend
+
+RECORDED = pathlib.Path(__file__).with_name("launches.txt")
+EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def choose(case: Case, given: list[Any]) -> tuple[str, str]:
+    with FakeTensorMode():
+        return case.op.choose(*(on_xpu(a) for a in given))
+
+
+def forced_refusal(case: Case, given: list[Any]) -> str:
+    with FakeTensorMode(), use_backend("triton"), pytest.raises(BackendError) as error:
+        case.op.choose(*(on_xpu(a) for a in given))
+    return str(error.value)
+
+
+def test_every_op_has_a_benchmark_row() -> None:
+    """So that the tests below, and the compilation at model sizes, leave none out."""
+    dispatch.load_ops()
+    assert {case.op.name for case in CASES.values()} == set(OPS)
+
+
+@EVERY_CASE
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_triton_at_model_sizes(case: Case, dtype: torch.dtype, architecture: str) -> None:
+    facts = FACTS[architecture]
+    for size in case.sizes:
+        backend, reason, launches = launches_of(case, size, dtype, architecture)
+        assert (backend, reason) == ("triton", "first that does not refuse")
+        assert launches
+        for kernel, grid, options in launches:
+            assert 1 <= len(grid) <= 3, kernel
+            assert all(0 < n < 2**31 for n in grid), kernel
+            # The limit of axes 1 and 2 on other devices; nothing needs more.
+            assert all(n < 2**16 for n in grid[1:]), kernel
+            warps = options["num_warps"]
+            assert warps in (1, 2, 4, 8, 16, 32), kernel
+            # 1,024 work-items a work-group.
+            assert warps * facts.lanes <= 1024, kernel
+            for name, value in options.items():
+                assert not name.startswith("BLOCK") or (value > 0 and value & (value - 1) == 0), (kernel, name)
+
+
+def test_recorded_launches() -> None:
+    """A configuration is changed on purpose, with what it changes on each architecture seen."""
+    now, before = list(lines()), RECORDED.read_text().splitlines()
+    assert now == before, "if this is meant: python -m tests.xpu_offline.launches > tests/xpu_offline/launches.txt"
+
+
+@EVERY_CASE
+def test_fp64_is_refused(case: Case) -> None:
+    given = arguments(case, case.sizes[0], torch.float64)
+    backend, reason = choose(case, given)
+    assert backend == "reference"
+    assert "float64" in reason
+    assert "float64" in forced_refusal(case, given)
+
+
+@EVERY_CASE
+def test_without_triton_the_reference_runs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(case, case.sizes[0], torch.bfloat16)
+    # The implementations as an environment without Triton sees them: each names the missing package.
+    for op in OPS.values():
+        for i in op.implementations:
+            for function in (i.refuses, *_helpers(i.refuses)):
+                for name, value in (("AVAILABLE", False), ("WHY_NOT", "Triton cannot be imported: -")):
+                    if name in function.__globals__:
+                        monkeypatch.setitem(function.__globals__, name, value)
+    assert choose(case, given) == ("reference", "triton: Triton cannot be imported: -")
+
+
+def _helpers(function: Any) -> list[Any]:
+    return [
+        function.__globals__[n]
+        for n in function.__code__.co_names
+        if callable(function.__globals__.get(n)) and hasattr(function.__globals__[n], "__globals__")
+    ]
+
+
+@EVERY_CASE
+def test_gradients_need_a_backward(case: Case) -> None:
+    given = arguments(case, case.sizes[0], torch.bfloat16)
+    # One is enough, and the last is one that no refusal takes a view of, which autograd cannot do without an XPU.
+    [a for a in given if isinstance(a, Tensor) and a.is_floating_point()][-1].requires_grad_()
+    backend, reason = choose(case, given)
+    if case.op.differentiable:
+        assert backend == "triton"
+    else:
+        assert backend == "reference"
+        assert reason == "triton: no backward, and a gradient is needed"
+        assert "no backward" in forced_refusal(case, given)
+
+
+@EVERY_CASE
+def test_a_last_stride_is_refused(case: Case) -> None:
+    """Of the first tensor: no kernel copies it behind the caller's back."""
+    given = arguments(case, case.sizes[0], torch.bfloat16)
+    x = given[0]
+    given[0] = torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2]
+    backend, reason = choose(case, given)
+    if backend == "reference":
+        assert "stride" in reason
+    else:
+        names = set(_stride_arguments(case))
+        assert "stride_x_d" in names or "STRIDE_S" in names, (
+            "it takes a last stride that its kernel has no argument for"
+        )
+
+
+def _stride_arguments(case: Case) -> list[str]:
+    module = __import__(case.op.implementations[0].run.__module__, fromlist=["_"])
+    return [n for k in vars(module).values() if hasattr(k, "arg_names") for n in k.arg_names]
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [((3, 3), ("small", "large")), ((3, 5), ("small", "large")), ((3, 6), ("128", "256")), ((3, 9), ("128", "256"))],
+)
+def test_grf_words_by_triton_version(version: tuple[int, int], words: tuple[str, str]) -> None:
+    for architecture in ARCHITECTURES:
+        for registers, word in zip((128, 256), words, strict=True):
+            assert grf_options(registers, FACTS[architecture], version) == {"grf_mode": word}
+    assert grf_options(256, FACTS["nvidia"], version) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("Intel(R) Data Center GPU Max 1550", "max"),
+        ("Intel(R) Arc(TM) B580 Graphics", "xe2"),
+        ("Intel(R) Arc(TM) Pro B60 Graphics", "xe2"),
+        ("Intel(R) Arc(TM) 140V GPU (16GB)", "xe2"),
+        ("Intel(R) Arc(TM) A770 Graphics", "arc-a"),
+        ("Intel(R) Data Center GPU Flex 170", "arc-a"),
+        ("Intel(R) Graphics of tomorrow", "xe2"),
+    ],
+)
+def test_architecture_by_name(name: str, architecture: str) -> None:
+    assert device.from_xpu_name(name).name == architecture
+
+
+def test_facts_that_launches_rest_on() -> None:
+    assert [FACTS[a].shared_memory for a in ARCHITECTURES] == [131072, 131072, 65536]
+    assert [FACTS[a].matrix_units for a in ARCHITECTURES] == [True, True, False]
+    assert [FACTS[a].fp64 for a in ARCHITECTURES] == [True, True, False]
+    assert [FACTS[a].dot_lanes for a in ARCHITECTURES] == [16, 16, 32]
+    with use_architecture("arc-a"):
+        assert dataclasses.asdict(device.architecture(torch.device("xpu", 3)))["name"] == "arc-a"
