@@ -30,7 +30,7 @@ class PeerMissingError(Exception):
 class Work:
     """The least that a call must do."""
 
-    # Bytes of device memory: every input read once, every output written once.
+    # Bytes of device memory: every input that counts read once, every output written once.
     moved: int
     # Floating-point operations in matrix products; element by element work is not counted.
     flops: int = 0
@@ -68,6 +68,8 @@ class Case:
     # What the error is measured on; everything when left out.
     sample: Sample = lambda args, outputs: (args, outputs)
     flops: Callable[[Mapping[str, int]], int] = lambda size: 0
+    # Bytes of the arguments that a call has no need to read.
+    unread: Callable[[Args], int] = lambda args: 0
     # Whether the reference compiles within seconds: one with a loop over time does not.
     compiles: bool = True
 
@@ -87,7 +89,7 @@ class Case:
 
     def work(self, size: str, args: Args, outputs: list[Tensor]) -> Work:
         """Bytes by the arguments and outputs themselves; `outputs` includes what the op mutates."""
-        moved = sum(t.numel() * t.element_size() for t in (*_tensors(args), *outputs))
+        moved = sum(t.numel() * t.element_size() for t in (*_tensors(args), *outputs)) - self.unread(args)
         return Work(moved, self.flops(parse_size(size)))
 
     def mutated(self, args: Args) -> list[Tensor]:

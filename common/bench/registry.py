@@ -11,6 +11,7 @@ from torch import Tensor
 from xpu_ports.common.bench.case import Args, Case, Draw, Sample, sample_index, sample_rows
 from xpu_ports.common.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
 from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
+from xpu_ports.common.kernels.decode_attention import decode_attention
 from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
@@ -79,6 +80,31 @@ def _tokens_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor
     T = outputs[0].shape[1]
     some = torch.tensor(sorted({*range(0, T, max(1, T // 64)), T - 1}), device=outputs[0].device)
     return tuple(a[:, some] for a in args), [t[:, some] for t in outputs]
+
+
+def _cache(size: Size, draw: Draw) -> Args:
+    # Z is the capacity of a static cache, of which S keys count; without it all keys do.
+    B, H, S, K = (size[letter] for letter in "BHSK")
+    Z = size.get("Z", S)
+    mask = None if Z == S else (torch.arange(Z, device=draw.device) < S)[None]
+    return draw(B, H, K), draw(B, H, Z, K), draw(B, H, Z, K), mask, K**-0.5
+
+
+def _unseen(args: Args) -> int:
+    _, k, v, mask, _ = args
+    off = 0.0 if mask is None else 1.0 - mask.float().mean().item()
+    return round(off * (k.numel() * k.element_size() + v.numel() * v.element_size()))
+
+
+def _cache_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+    # The first and the last sequence, of each the first and the last head.
+    q, k, v, *rest = args
+    ends = [sorted({0, size - 1}) for size in q.shape[:2]]
+
+    def take(t: Tensor) -> Tensor:
+        return sample_index(sample_index(t, ends[0]).transpose(0, 1), ends[1]).transpose(0, 1)
+
+    return (take(q), take(k), take(v), *rest), [take(outputs[0])]
 
 
 # ----------------------------------------------------------------------------------------------------------- Mamba-2
@@ -226,6 +252,23 @@ CASES = {
             _rotary,
             _peers("rotary_embedding", "transformers"),
             _tokens_sample,
+        ),
+        Case(
+            "decode_attention",
+            decode_attention,
+            (
+                "B1-H32-S256-K128",
+                "B1-H32-S2048-K128",
+                "B1-H32-S2048-K128-Z4096",
+                "B1-H32-S2048-K224",
+                "B32-H32-S256-K128",
+                "B32-H32-S2048-K128",
+                "B32-H32-S2048-K128-Z4096",
+            ),
+            _cache,
+            _peers("decode_attention", "pytorch"),
+            _cache_sample,
+            unread=_unseen,
         ),
         Case(
             "causal_conv1d",

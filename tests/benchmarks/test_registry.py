@@ -25,6 +25,7 @@ SMALL = {
     "gated_rms_norm.sigmoid": "T50-H3-N16",
     "gated_activation": "T150-F16",
     "rotary_embedding": "B2-T150-H2-K8",
+    "decode_attention": "B3-H4-S9-K8-Z12",
     "causal_conv1d": "B2-T9-D100-W4-Z130",
     "causal_conv1d_update": "B5-D12-W4",
     "ssd_chunk_scan": "B1-T20-H4-P8-N8-G2",
@@ -168,3 +169,12 @@ def test_row_samples_of_one_row_and_of_many():
         assert picked[0, 0] == 0
         assert picked[-1, 0] == rows - 1
         assert len(picked) <= 130
+
+
+def test_keys_that_do_not_count_are_not_moved():
+    case = CASES["decode_attention"]
+    moved = [
+        case.work(size, case.draw(size, CPU, torch.float32), []).moved for size in ("B2-H3-S8-K4", "B2-H3-S8-K4-Z32")
+    ]
+    mask = 32
+    assert moved[1] == moved[0] + mask

@@ -64,3 +64,11 @@ def causal_conv1d(
         return F.silu(y).transpose(1, 2)
 
     return call
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Callable[[], Any]:
+    assert q.shape[1] == k.shape[1], "written for one key head a query head"
+    attend = functools.partial(
+        F.scaled_dot_product_attention, q[:, :, None], k, v, None if mask is None else mask[:, None, None], scale=scale
+    )
+    return lambda: attend()[:, :, 0]
