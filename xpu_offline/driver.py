@@ -200,7 +200,9 @@ def install(record: Record, cache: pathlib.Path) -> OfflineDriver:
             raise
         except Exception as error:
             seen = record.of(kernel_name(self), driver.get_current_device())
-            seen.failures.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+            # Triton's message is the kernel's source up to the place; what is wrong is in the last line or the cause.
+            last = str(error.__cause__ or error).strip().splitlines()[-1:]
+            seen.failures.append(f"{type(error).__name__}: {''.join(last)[:200]}")
             raise
 
     JITFunction.run = recorded

@@ -193,7 +193,7 @@ def _rms_norm_kernel(
     if ADD:
         offs_r = row_offset(offs_m, n1, n2, stride_r_0, stride_r_1, stride_r_2, DIMS)[:, None] + offs_n[None, :]
         residual = tl.load(residual_ptr + offs_r, mask=mask, other=0.0).to(tl.float32)
-        total = rounded(x + residual, total_ptr.dtype.element_ty)
+        total = rounded(x + residual, total_ptr)
         tl.store(total_ptr + offs_y, total, mask=mask)
         x = total.to(tl.float32)
     # y = x * rsqrt(mean(x^2) + eps) * weight
