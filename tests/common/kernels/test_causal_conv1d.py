@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import LAYOUTS, Runner, normal, refusal
+from tests.common.ops import LAYOUTS, Runner, assert_rounded_once, normal, refusal
 from xpu_ports.common import accuracy
 from xpu_ports.common.dispatch import BackendError, use_backend
 from xpu_ports.common.kernels import causal_conv1d as module
@@ -131,6 +131,13 @@ def test_formula(window: int | None, activation: str, T: int) -> None:
     state = None if window is None else torch.randn(2, 3, 3 + window, dtype=torch.float64)
     expected, _ = by_token(x, weight, bias, state, activation == "silu")
     accuracy.assert_close(causal_conv1d.reference(x, weight, bias, state, activation), expected, expected)
+
+
+def test_one_rounding() -> None:
+    x, state = torch.randn(4, 30, 40).bfloat16(), torch.randn(4, 40, 4).bfloat16()
+    weight, bias = parameters(40, 4, torch.bfloat16)
+    assert_rounded_once(causal_conv1d, x, weight, bias, state)
+    assert_rounded_once(causal_conv1d_update, state, x, weight, bias, None)
 
 
 def test_gradcheck() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import LAYOUTS, Runner, normal, refusal
+from tests.common.ops import LAYOUTS, Runner, assert_rounded_once, normal, refusal
 from xpu_ports.common import accuracy
 from xpu_ports.common.dispatch import BackendError, use_backend
 from xpu_ports.common.kernels import rms_norm as rows_module
@@ -191,13 +191,10 @@ def test_formula_of_kda(residual: bool) -> None:
     accuracy.assert_close(got[1], total, total)
 
 
-def test_one_rounding_in_bf16() -> None:
-    """Unlike transformers, which rounds before the weight: within half a unit in the last place of fp64."""
-    x, z, weight = inputs(64, 96, dtype=torch.bfloat16)
-    y, exact = gated_rms_norm.reference(x, z, weight), accuracy.oracle(gated_rms_norm.reference, x, z, weight)
-    differs = (y != exact.bfloat16()).float().mean().item()
-    # fp32 decides otherwise than fp64 only next to a tie.
-    assert differs < accuracy.TOLERANCE[torch.bfloat16]
+@CONTRACTS
+def test_one_rounding(contract: dict) -> None:
+    """Unlike transformers, which rounds before the weight."""
+    assert_rounded_once(gated_rms_norm, *inputs(64, 96, dtype=torch.bfloat16), **contract)
 
 
 @CONTRACTS

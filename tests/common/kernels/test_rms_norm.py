@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import LAYOUTS, Runner, normal, refusal
+from tests.common.ops import LAYOUTS, Runner, assert_rounded_once, normal, refusal
 from xpu_ports.common import accuracy
 from xpu_ports.common.dispatch import use_backend
 from xpu_ports.common.kernels import rms_norm as module
@@ -86,6 +86,13 @@ def test_not_a_number_stays_in_its_row(run: Runner) -> None:
     x[1, 7] = float("nan")
     y = run(x, torch.randn(50))
     assert y.isnan().any(-1).tolist() == [False, True, False]
+
+
+def test_one_rounding() -> None:
+    x, dy = (rows(64, 96, dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(96).bfloat16()
+    assert_rounded_once(rms_norm, x, weight)
+    assert_rounded_once(rms_norm_backward, dy, x, weight)
 
 
 def test_formula() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import LAYOUTS, Runner, normal, refusal
+from tests.common.ops import LAYOUTS, Runner, assert_rounded_once, normal, refusal
 from xpu_ports.common import accuracy
 from xpu_ports.common.dispatch import BackendError, use_backend
 from xpu_ports.common.kernels import selective_state_update as module
@@ -156,6 +156,10 @@ def test_formula() -> None:
     moved = given[0].clone()
     accuracy.assert_close(selective_state_update.reference(moved, *given[1:]), y, y)
     accuracy.assert_close(moved, state, state, "state")
+
+
+def test_one_rounding() -> None:
+    assert_rounded_once(selective_state_update, **arguments(dict(B=8, H=8, P=32, N=16, G=2), torch.bfloat16))
 
 
 def test_many_steps_are_the_scan() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import LAYOUTS, Runner, normal, refusal
+from tests.common.ops import LAYOUTS, Runner, assert_rounded_once, normal, refusal
 from xpu_ports.common import accuracy
 from xpu_ports.common.device import ARCHITECTURES, use_architecture
 from xpu_ports.common.dispatch import BackendError, use_backend
@@ -247,6 +247,10 @@ def test_formula_of_tokens_without_a_step() -> None:
     got = ssd_chunk_scan.reference(**given)
     for a, b in zip(got, by_token(*list(given.values())[:-1]), strict=True):
         accuracy.assert_close(a, b, b)
+
+
+def test_one_rounding() -> None:
+    assert_rounded_once(ssd_chunk_scan, **arguments(dict(B=2, T=40, H=4, P=16, N=16, G=2), torch.bfloat16))
 
 
 def test_continues_where_it_stopped() -> None:
