@@ -67,7 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A terminal that cannot show a character gets "?" rather than an error.
             stream.reconfigure(errors="replace")
     try:
-        return app(arguments or ["--help"], prog_name=PROGRAM, standalone_mode=False) or 0
+        code = app(arguments or ["--help"], prog_name=PROGRAM, standalone_mode=False) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader has left, as in `| head`: what Python still flushes at its end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:
         if os.environ.get(DEBUG, "0") not in ("", "0") or {"--verbose", "-v"} & set(arguments):
             traceback.print_exc()

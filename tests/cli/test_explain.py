@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from tests.cli.conftest import TINY_ZAMBA2
-from xpu_ports.cli.explain import merge
+from xpu_ports.cli.explain import PROMPT, merge
+from xpu_ports.common import dispatch
 from xpu_ports.common.dispatch import OPS, Decision, Explanation
+from xpu_ports.models.zamba2 import Zamba2ForCausalLM
 
 LAYERS = json.loads((TINY_ZAMBA2 / "config.json").read_text())["num_hidden_layers"]
 
@@ -20,22 +24,36 @@ def result(cli):
     return json.loads(outcome.out)
 
 
-def test_each_phase_runs_once(result):
-    calls = {row["op"]: (row["prefill_calls"], row["decode_calls"]) for row in result["explain"]}
-    assert calls["ssd_chunk_scan"] == (LAYERS, 0)
-    assert calls["causal_conv1d"] == (LAYERS, 0)
-    assert calls["gated_rms_norm"] == (LAYERS, LAYERS)
+@pytest.fixture
+def forwards() -> tuple[dict[str, int], dict[str, int]]:
+    """The calls of each op in one forward over a prompt, and in one of a single token on its cache."""
+    model = Zamba2ForCausalLM.from_pretrained(TINY_ZAMBA2)
+    ids = AutoTokenizer.from_pretrained(TINY_ZAMBA2)(PROMPT, return_tensors="pt").input_ids
+    phases, cache = [], None
+    for tokens in (ids, ids[:, :1]):
+        dispatch.reset_explain()
+        with torch.no_grad():
+            cache = model(tokens, past_key_values=cache, use_cache=True).past_key_values
+        phases.append({d.op: d.calls for d in dispatch.explain(show=False)})
+    return phases[0], phases[1]
+
+
+def test_a_prefill_and_a_step_run_once_each(result, forwards):
+    for phase, calls in zip(("prefill_calls", "decode_calls"), forwards, strict=True):
+        assert {row["op"]: row[phase] for row in result["explain"] if row[phase]} == calls
+    assert forwards[0]["ssd_chunk_scan"] == LAYERS
+    assert "ssd_chunk_scan" not in forwards[1]
 
 
 def test_rows_tell_back_end_and_reason(result):
     reasons = {row["op"]: (row["backend"], row["device"], row["reason"]) for row in result["explain"]}
     assert reasons["rms_norm"] == ("reference", "cpu", "forced")
-    assert reasons["gated_rms_norm"] == ("reference", "cpu", "no other back end for cpu")
+    assert reasons["ssd_chunk_scan"] == ("reference", "cpu", "no other back end for cpu")
 
 
 def test_registered_back_ends_are_those_of_the_ops_that_ran(result):
     assert set(result["registered"]) == {row["op"] for row in result["explain"]} & set(OPS)
-    assert result["registered"]["gated_rms_norm"] == ["triton (xpu, cuda)"]
+    assert result["registered"]["ssd_chunk_scan"] == ["triton (xpu, cuda)"]
 
 
 def test_table(cli):
@@ -49,7 +67,7 @@ def test_table(cli):
 
 def test_verbose_adds_what_each_op_has(cli):
     outcome = cli("explain", TINY_ZAMBA2, "--device", "cpu", "--verbose")
-    assert ["gated_rms_norm", "triton", "(xpu,", "cuda),", "reference"] in [s.split() for s in outcome.out.splitlines()]
+    assert ["ssd_chunk_scan", "triton", "(xpu,", "cuda),", "reference"] in [s.split() for s in outcome.out.splitlines()]
 
 
 def test_empty_prompt(mistake):

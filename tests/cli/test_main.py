@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 
@@ -49,6 +50,15 @@ def test_a_module_run_hands_on_its_exit_code():
     command = [sys.executable, "-m", "xpu_ports.cli", "generate", "nowhere", "text"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "xpu-ports: nowhere: no such folder\n")
+
+
+def test_a_reader_that_has_left_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "xpu_ports.cli", "--version"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize(
