@@ -52,6 +52,11 @@ def use_graphs(enabled: bool) -> Iterator[None]:
         _enabled.reset(token)
 
 
+def enabled() -> bool:
+    """Whether decode steps may be captured here: not inside `use_graphs(False)`."""
+    return _enabled.get()
+
+
 def graph_class(device: torch.device) -> type | None:
     """The device's graph class, or None where this torch has none."""
     if device.type == "cuda":

@@ -31,6 +31,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from xpu_ports.common.generation import CapturedGeneration
 from xpu_ports.common.graph import captured_decode
 from xpu_ports.common.kernels.causal_conv1d import causal_conv1d
 from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
@@ -525,7 +526,7 @@ def mask_of_tokens(attention_mask: Tensor | None, T: int) -> Tensor | None:
     return mask
 
 
-class Zamba2ForCausalLM(Zamba2PreTrainedModel, GenerationMixin):
+class Zamba2ForCausalLM(Zamba2PreTrainedModel, CapturedGeneration, GenerationMixin):
     """Zamba2 with the head that gives logits, tied to the embeddings."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

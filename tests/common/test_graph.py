@@ -189,6 +189,88 @@ def test_another_back_end_is_another_graph(model):
     assert len(model._decode_graphs) == 2
 
 
+class TestLoop:
+    """The decode loop that does not wait: the same tokens as transformers' loop, in every way of stopping."""
+
+    def test_end_of_sequence(self, model):
+        ids = prompt(3, 10)
+        free = eager(model, ids, max_new_tokens=30)
+        # Tokens that come up early in one row and late or never in another.
+        for eos in (free[0, 14].item(), free[1, 25].item(), free[2, 10].item()):
+            options = {"max_new_tokens": 30, "eos_token_id": eos, "pad_token_id": 0}
+            assert torch.equal(model.generate(ids, **OPTIONS | options), eager(model, ids, **options))
+
+    def test_several_ends(self, model):
+        ids = prompt(1, 10)
+        free = eager(model, ids, max_new_tokens=20)
+        options = {"max_new_tokens": 20, "eos_token_id": [free[0, 18].item(), free[0, 16].item()], "pad_token_id": 0}
+        assert torch.equal(model.generate(ids, **OPTIONS | options), eager(model, ids, **options))
+
+    def test_sampling(self, model):
+        ids = prompt(2, 10)
+        options = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 25}
+        texts = []
+        for enabled in (True, False):
+            torch.manual_seed(5)
+            with graph.use_graphs(enabled):
+                texts.append(model.generate(ids, **OPTIONS | options))
+        assert torch.equal(*texts)
+
+    def test_processors_see_the_text(self, model):
+        ids = prompt(1, 10)
+        options = {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3, "max_new_tokens": 25, "min_new_tokens": 3}
+        assert torch.equal(model.generate(ids, **OPTIONS | options), eager(model, ids, **options))
+
+    def test_streaming(self, model):
+        class Streamer:
+            def __init__(self):
+                self.tokens, self.ended = [], 0
+
+            def put(self, value):
+                self.tokens.append(value.flatten().tolist())
+
+            def end(self):
+                self.ended += 1
+
+        ids = prompt(1, 10)
+        free = eager(model, ids, max_new_tokens=30)
+        for eos in (None, free[0, 20].item()):
+            streamers = Streamer(), Streamer()
+            options = {"max_new_tokens": 30, "eos_token_id": eos, "pad_token_id": 0}
+            model.generate(ids, streamer=streamers[0], **OPTIONS | options)
+            eager(model, ids, streamer=streamers[1], **options)
+            assert streamers[0].tokens == streamers[1].tokens
+            assert streamers[0].ended == 1
+
+    def test_one_token(self, model):
+        ids = prompt(1, 10)
+        assert torch.equal(model.generate(ids, max_new_tokens=1, **OPTIONS), eager(model, ids, max_new_tokens=1))
+
+    def test_left_padding(self, model):
+        ids = prompt(2, 16)
+        mask = torch.ones_like(ids)
+        mask[0, :6] = 0
+        options = {"attention_mask": mask, "max_new_tokens": 12}
+        assert torch.equal(model.generate(ids, **OPTIONS, **options), eager(model, ids, **options))
+
+    def test_a_cache_of_the_callers(self, model):
+        """It outlives the call, so it must hold exactly the tokens of the text."""
+        ids = prompt(1, 10)
+        cache = DynamicCache(config=model.config)
+        text = model.generate(ids, cache=cache, max_new_tokens=8, **OPTIONS)
+        assert cache.get_seq_length() == 17
+        longer = torch.cat([text, prompt(1, 3)], 1)
+        assert torch.equal(
+            model.generate(longer, cache=cache, max_new_tokens=8, **OPTIONS), eager(model, longer, max_new_tokens=8)
+        )
+
+    def test_scores_are_given(self, model):
+        ids = prompt(1, 10)
+        outputs = model.generate(ids, max_new_tokens=5, output_scores=True, return_dict_in_generate=True, **OPTIONS)
+        assert len(outputs.scores) == 5
+        assert torch.equal(outputs.sequences, eager(model, ids, max_new_tokens=5))
+
+
 def reason_for(model, ids, **options) -> str:
     dispatch.reset_explain()
     model.generate(ids, max_new_tokens=3, **OPTIONS, **options)
