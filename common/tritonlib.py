@@ -7,6 +7,8 @@ stand-ins, so that modules with kernels still import and their references run.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 from typing import Any
 
@@ -62,6 +64,58 @@ INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     dispatch.EMULATED_ON_CPU.add("triton")
     _repair_bf16_dot()
+
+
+class Kernel:
+    """An entry kernel, launched as Triton's own are, `kernel[grid](...)`, at a fraction of the cost on the host.
+
+    Triton binds and specializes the arguments at every launch, which takes longer than most of these kernels run. The
+    compiled kernel is kept here by all that specialization looks at: dtypes and alignment of pointers, which integers
+    are 1 or divisible by 16 or need 64 bits, constants and options. The arguments stand in the kernel's order, tensors
+    and numbers by position, constants by name.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+        self.__doc__ = function.__doc__
+        self._names = list(inspect.signature(function.fn).parameters)
+        self._kept: dict[tuple, tuple[Any, tuple]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if type(args[0]) not in (Tensor, torch.nn.Parameter) or args[0].device.type == "cpu":
+            # Interpreted, intercepted or faked.
+            self.function[grid](*args, **constants)
+            return
+        key = (args[0].device.index, *map(_specialization, args), *constants.items())
+        kept = self._kept.get(key)
+        if kept is None:
+            compiled = self.function[grid](*args, **constants)
+            self._kept[key] = compiled, tuple(constants[name] for name in self._names[len(args) :])
+            return
+        compiled, tail = kept
+        compiled[(*grid, 1, 1)[:3]](*args, *tail)
+
+
+def _specialization(value: Any) -> Any:
+    """What Triton's compiler sees of an argument."""
+    kind = type(value)
+    if kind is int:
+        if value == 1:
+            return 1
+        wide = not -(2**31) <= value < 2**31
+        return ("i64" if wide else "i32") if value % 16 else ("i64/16" if wide else "i32/16")
+    if kind is float or value is None or kind is bool:
+        return kind
+    return value.dtype, value.data_ptr() % 16 == 0
+
+
+def kernel(function: Any) -> Any:
+    """Make a `Kernel` of a `@triton.jit` function that is launched with a grid."""
+    return Kernel(function) if AVAILABLE else function
 
 
 def version() -> tuple[int, int]:

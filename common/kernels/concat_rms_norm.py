@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.rms_norm import LARGEST_ROW, dims_used, refuses_rows, rms_norm, row_offset, tile
 from xpu_ports.common.layout import row_strides
-from xpu_ports.common.tritonlib import cdiv, on_device_of, tl, triton
+from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -54,6 +55,7 @@ def _refuses(x: Tensor, residual: Tensor | None, x0: Tensor, weight: Tensor | No
     return refuses_rows(x, None, x0) if residual is None else refuses_rows(x, None, x0, residual)
 
 
+@kernel
 @triton.jit
 def _concat_rms_norm_kernel(
     x_ptr,
@@ -119,6 +121,8 @@ def concat_rms_norm_triton(
         rows = x.numel() // D
         sizes, strides = row_strides(x, x if residual is None else residual, x0)  # type: ignore[misc]
         block_m, block_d, warps = tile(D)
+        # Two rows are held at once: without more lanes they spill on Intel GPUs.
+        warps = min(32, warps * {"max": 2, "xe2": 2, "arc-a": 4}.get(architecture(x.device).name, 1))
         with on_device_of(x):
             _concat_rms_norm_kernel[(cdiv(rows, block_m),)](
                 x,

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels import activations
 from xpu_ports.common.kernels.rms_norm import dims_used, refuses_rows, row_offset
 from xpu_ports.common.layout import row_strides
-from xpu_ports.common.tritonlib import cdiv, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tritonlib import cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "silu": F.silu}
 
@@ -57,6 +58,7 @@ def _refuses(gate_up: Tensor, adapter: Tensor | None, activation: str) -> str | 
     return refuses_rows(gate_up, None) if adapter is None else refuses_rows(gate_up, None, adapter)
 
 
+@kernel
 @triton.jit
 def _gated_activation_kernel(
     x_ptr,
@@ -105,8 +107,10 @@ def gated_activation_triton(gate_up: Tensor, adapter: Tensor | None, activation:
     if y.numel() == 0:
         return y
     rows = y.numel() // half
-    # 8 elements a lane: 16 bytes a load; a few rows alone are cut finer, for more programs.
+    # 8 elements a lane are 16 bytes a load, and spill on Arc A; a few rows alone are cut finer, for more programs.
     block, warps = (1024, 4) if rows > 16 else (256, 2)
+    if architecture(gate_up.device).name == "arc-a":
+        warps *= 2
     block = min(block, next_power_of_2(half))
     sizes, strides = row_strides(gate_up, gate_up if adapter is None else adapter)  # type: ignore[misc]
     with on_device_of(gate_up):

@@ -15,7 +15,7 @@ from torch import Tensor
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.rms_norm import LARGEST_ROW, dims_used, refuses_rows, row_offset, tile
 from xpu_ports.common.layout import row_strides
-from xpu_ports.common.tritonlib import cdiv, on_device_of, tl, triton
+from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
 
 ACTIVATIONS = ("silu", "sigmoid")
 
@@ -108,6 +108,7 @@ def _refuses(
     return refuses_rows(x, weight, z) if residual is None else refuses_rows(x, weight, z, residual)
 
 
+@kernel
 @triton.jit
 def _gated_rms_norm_kernel(
     x_ptr,
@@ -190,7 +191,7 @@ def gated_rms_norm_triton(
     if y.numel() > 0:
         rows = y.numel() // N
         sizes, strides = row_strides(x, z, *(() if residual is None else (residual,)))  # type: ignore[misc]
-        block_m, block_n, warps = tile(group_size)
+        block_m, block_n, warps = tile(group_size, inputs=2)
         with on_device_of(x):
             _gated_rms_norm_kernel[(cdiv(rows, block_m), N // group_size)](
                 x,

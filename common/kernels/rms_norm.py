@@ -16,7 +16,7 @@ from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.rounding import rounded
 from xpu_ports.common.layout import row_strides
-from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 LARGEST_ROW = 16384
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -160,6 +160,7 @@ def row_offset(row, n1, n2, stride_0, stride_1, stride_2, DIMS: tl.constexpr):
     return (row // n2 // n1) * stride_0 + (row // n2 % n1) * stride_1 + (row % n2) * stride_2
 
 
+@kernel
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,
@@ -203,6 +204,7 @@ def _rms_norm_kernel(
     tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@kernel
 @triton.jit
 def _rms_norm_backward_kernel(
     dy_ptr,
@@ -250,14 +252,14 @@ def _rms_norm_backward_kernel(
     tl.store(partial_ptr + pid.to(tl.int64) * N + offs_n, dweight, mask=mask)
 
 
-def tile(N: int) -> tuple[int, int, int]:
+def tile(N: int, inputs: int = 1) -> tuple[int, int, int]:
     """(rows a program, columns, warps) of a row kernel: short rows are taken several at a time.
 
-    16 elements a lane for long rows, so that loads are 16 bytes wide and two or more are in flight.
+    16 elements a lane for one input, so that loads are 16 bytes wide and two are in flight; 8 of each for two inputs.
     """
     block_n = next_power_of_2(N)
-    block_m = max(1, min(16, 2048 // block_n))
-    return block_m, block_n, max(1, min(16, block_m * block_n // 512))
+    block_m = max(1, min(16, 2048 // inputs // block_n))
+    return block_m, block_n, max(1, min(16, inputs * block_m * block_n // 512))
 
 
 @rms_norm.implement("triton", "xpu", "cuda", refuses=_refuses)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xpu_ports.common.dispatch import op
-from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -56,6 +56,7 @@ def _refuses(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     return None
 
 
+@kernel
 @triton.jit
 def _rotary_embedding_kernel(
     q_ptr,
