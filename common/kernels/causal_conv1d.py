@@ -13,10 +13,10 @@ from torch import Tensor
 from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.activations import silu
-from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 ACTIVATIONS = ("silu", "identity")
-# The taps are unrolled, and the tokens before the first reach into the first tile only.
+# The taps are unrolled.
 LARGEST_WIDTH = 16
 LARGEST_WINDOW = 64
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -166,6 +166,7 @@ def _first_tokens(
         tl.store(y_ptr + t * D + offs_d, acc.to(y_ptr.dtype.element_ty), mask=mask_d)
 
 
+@kernel
 @triton.jit
 def _causal_conv1d_kernel(
     x_ptr,
@@ -293,6 +294,7 @@ def move_window(
     tl.store(ptrs, moved, mask=mask_d[:, None] & (offs_s < S)[None, :])
 
 
+@kernel
 @triton.jit
 def _causal_conv1d_update_kernel(
     state_ptr,
@@ -345,10 +347,13 @@ def _causal_conv1d_update_kernel(
         tl.debug_barrier()
 
 
-def _tile(device: torch.device, D: int, T: int) -> tuple[int, int, int]:
-    """(tokens, channels, warps) of a program over a sequence: 16-byte loads, 32 elements a lane, on Arc A 16."""
-    block_t = 16 if architecture(device).name == "arc-a" else 32
-    return max(16, min(block_t, next_power_of_2(T))), max(16, min(128, next_power_of_2(D))), 4
+def _tile(device: torch.device, D: int) -> tuple[int, int, int]:
+    """(tokens, channels, warps) of a program over a sequence: 32 elements a lane; 4 on Max and Xe2 and 2 on Arc A,
+    where more spill.
+    """
+    arch = architecture(device)
+    block_t, warps = (32, 4) if not arch.has_grf_modes else (4, 8) if arch.name == "arc-a" else (8, 8)
+    return block_t, min(128, next_power_of_2(D)), warps
 
 
 @causal_conv1d.implement("triton", "xpu", "cuda", refuses=_refuses)
@@ -360,7 +365,7 @@ def causal_conv1d_triton(
     is_silu = _is_silu(activation)
     if y.numel() == 0:
         return y
-    block_t, block_d, warps = _tile(x.device, D, T)
+    block_t, block_d, warps = _tile(x.device, D)
     with on_device_of(x):
         tiles_t = cdiv(T, block_t) + (initial_state is not None)
         _causal_conv1d_kernel[(cdiv(D, block_d) * tiles_t * batch,)](

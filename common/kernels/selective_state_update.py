@@ -14,7 +14,7 @@ from xpu_ports.common.device import Architecture, architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.activations import softplus
 from xpu_ports.common.kernels.ssd_chunk_scan import step_size
-from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 # One program holds whole rows of the state.
 LARGEST_STATE = 512
@@ -121,6 +121,7 @@ def step_of_head(dt, h, A_log_ptr, dt_bias_ptr, DT_BIAS: tl.constexpr):
     return dt, tl.exp(-tl.exp(tl.load(A_log_ptr + h).to(tl.float32)) * dt)
 
 
+@kernel
 @triton.jit
 def _selective_state_update_kernel(
     state_ptr,
@@ -189,12 +190,15 @@ def _selective_state_update_kernel(
 def tile(architecture: Architecture, batch: int, H: int, P: int, N: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of the part of a head's state that one program holds.
 
-    A short batch is split finely, so that every unit has work; a long one into 16 KB (fp32), 32 elements a lane.
+    A short batch is split finely, so that every unit has work; a long one into 16 KB (fp32). On NVIDIA a lane may hold
+    32 elements; 16 spill on a Max for some sizes, 8 on Arc A.
     """
     block_n = max(16, next_power_of_2(N))
-    elements = 2048 if batch * H < 4 * architecture.units else 4096
+    few = batch * H < 4 * architecture.units
+    elements = 2048 if few or architecture.name == "arc-a" else 4096
     block_p = max(1, min(next_power_of_2(P), elements // block_n))
-    return block_p, block_n, max(1, min(4, block_p * block_n // 256))
+    a_lane = {"arc-a": 4, "max": 8, "xe2": 8}.get(architecture.name, 16 if few else 32)
+    return block_p, block_n, max(1, block_p * block_n // (architecture.lanes * a_lane))
 
 
 @selective_state_update.implement("triton", "xpu", "cuda", refuses=_refuses)
