@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xpu_ports.common.device import Architecture, architecture
 from xpu_ports.common.dispatch import op
-from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 # An additive mask's value from which on down a key does not count: the lowest number of fp16.
 NEVER = -65504.0
@@ -25,7 +25,7 @@ NEVER = -65504.0
 LARGEST_HEAD = 256
 # Parts that the keys of one head are split into, at most.
 MOST_SPLITS = 32
-# Queries of one key head from which on they go to the matrix units together.
+# Queries of one key head from which on they go to the matrix units together, padded to 16.
 SMALLEST_DOT_GROUP = 8
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -243,15 +243,17 @@ def _join_kernel(part_ptr, y_ptr, splits, V: tl.constexpr, BLOCK_SPLITS: tl.cons
 def tile(architecture: Architecture, dtype: torch.dtype, M: int, K: int, V: int) -> tuple[bool, int, int, int]:
     """(matrix units?, queries, keys, warps) of one program's block, for M queries of one key head.
 
-    Without matrix units 32 elements a lane, on Intel 16: the sums take one fp32 register an element, keys and values
-    about as many more.
+    The sums take an fp32 register for each query and element of the values: 32 a lane, on Intel 8, on Arc A 4, which
+    is where its compiler stops spilling. It spills the matrix units' two products in every shape.
     """
-    dot = M >= SMALLEST_DOT_GROUP and architecture.matrix_units and dtype != torch.float32
-    if dot:
+    width = next_power_of_2(max(K, V))
+    most_queries, elements, warps = 4, 4096, 4
+    if architecture.has_grf_modes:
+        most_queries, elements, warps = (2, 2048, 8) if architecture.matrix_units else (1, 1024, 8)
+    elif M >= SMALLEST_DOT_GROUP and architecture.matrix_units and dtype != torch.float32:
         return True, 16, 32, 4
-    block_m = min(next_power_of_2(M), 4)
-    elements = 2048 if architecture.has_grf_modes else 4096
-    return False, block_m, max(1, min(128, elements // (block_m * next_power_of_2(max(K, V))))), 4
+    block_m = min(next_power_of_2(M), most_queries)
+    return False, block_m, max(1, min(128, elements // (block_m * width))), warps
 
 
 def split(architecture: Architecture, programs: int, S: int, block_s: int) -> int:
@@ -309,7 +311,7 @@ def decode_attention_triton(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
             num_warps=warps,
         )
         if splits > 1:
-            block_v = min(64, next_power_of_2(V))
+            block_v = min(32, next_power_of_2(V))
             _join_kernel[(B * H, cdiv(V, block_v))](
                 out, y, splits, V=V, BLOCK_SPLITS=MOST_SPLITS, BLOCK_V=block_v, num_warps=4
             )

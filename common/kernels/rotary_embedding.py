@@ -46,11 +46,15 @@ def _refuses(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> str | None:
             return f"dtype {t.dtype} is not one of float16, bfloat16, float32"
         if t.stride(-1) != 1 and t.shape[-1] > 1:
             return f"the last dimension has stride {t.stride(-1)}, not 1"
+    if q.dtype != k.dtype:
+        return f"q is {q.dtype} and k is {k.dtype}"
     if q.shape[-1] % 2 or q.shape[-1] != k.shape[-1] or q.shape[-1] > 1024:
         return f"head widths are {q.shape[-1]} and {k.shape[-1]}, not equal, even and at most 1024"
     expected = (q.shape[1], q.shape[3] // 2)
     if cos.shape != sin.shape or cos.shape[1:] != expected or cos.shape[0] not in (1, q.shape[0]):
-        return f"cos and sin are {tuple(cos.shape)} and {tuple(sin.shape)}, expected ({q.shape[0]} or 1, *{expected})"
+        return (
+            f"cos and sin are {tuple(cos.shape)} and {tuple(sin.shape)}, expected {(q.shape[0], *expected)} or one row"
+        )
     if q.shape[:2] != k.shape[:2]:
         return f"q is {tuple(q.shape)} and k is {tuple(k.shape)}: batch and tokens differ"
     return None
