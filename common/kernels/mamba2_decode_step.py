@@ -22,7 +22,7 @@ from xpu_ports.common.kernels.selective_state_update import (
     step_of_head,
     tile,
 )
-from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 
 @op(mutates=("conv_state", "state"))
@@ -109,6 +109,7 @@ def _refuses(
     return refuses_conv(xbc, conv_state, conv_weight, conv_bias) or refuses_state(state, A_log, D, dt_bias)
 
 
+@kernel
 @triton.jit
 def _step_kernel(
     zxbcdt_ptr,
@@ -212,6 +213,7 @@ def _step_kernel(
     move_window(window_ptr, new_x, at_x, moves, STRIDE_C_D, STRIDE_C_S, S, BLOCK_S)
 
 
+@kernel
 @triton.jit
 def _norm_kernel(
     zxbcdt_ptr,
