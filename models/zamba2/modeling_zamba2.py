@@ -40,6 +40,8 @@ from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm
+from xpu_ports.common.weights import StrictLoading
+from xpu_ports.models.zamba2.configuration_checks import ZAMBA2_CHECKS
 
 # The published code fixes it, whatever rms_norm_eps says; every published config has the same value there.
 GATED_NORM_EPS = 1e-5
@@ -396,8 +398,9 @@ class Zamba2HybridLayer(GradientCheckpointingLayer):
         return h, y
 
 
-class Zamba2PreTrainedModel(PreTrainedModel):
+class Zamba2PreTrainedModel(StrictLoading, PreTrainedModel):
     config: Zamba2Config
+    _config_checks = ZAMBA2_CHECKS
     config_class = Zamba2Config
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
