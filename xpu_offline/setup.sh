@@ -44,6 +44,8 @@ if [ ! -e "$stamp" ]; then
     "${pip[@]}" install "torch==2.13.0+cpu" 2>/dev/null \
         || "${pip[@]}" install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
         || "${pip[@]}" install torch==2.13.0 || missing "PyTorch cannot be installed"
+    # A build for CUDA brings a Triton of the same name, which would be left half overwritten.
+    "${pip[@]}" uninstall -y triton >/dev/null 2>&1 || true
     "${pip[@]}" install numpy triton-xpu==3.3.0b1 intel-sycl-rt intel-opencl-rt pyopencl \
         pytest pytest-timeout "setuptools>=77" || missing "the Python packages cannot be installed"
     "${pip[@]}" install --no-deps --no-build-isolation -e . || missing "xpu-ports cannot be installed"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import sys
 from typing import Any
 
 import pytest
@@ -39,9 +40,9 @@ def forced_refusal(case: Case, given: list[Any]) -> str:
 
 
 def test_every_op_has_a_benchmark_row() -> None:
-    """So that the tests below, and the compilation at model sizes, leave none out."""
+    """So that the tests below, and the compilation at model sizes, leave none with a kernel out."""
     dispatch.load_ops()
-    assert {case.op.name for case in CASES.values()} == set(OPS)
+    assert {name for name, op in OPS.items() if op.implementations} <= {case.op.name for case in CASES.values()}
 
 
 @EVERY_CASE
@@ -133,8 +134,9 @@ def test_a_last_stride_is_refused(case: Case) -> None:
 
 
 def _stride_arguments(case: Case) -> list[str]:
-    module = __import__(case.op.implementations[0].run.__module__, fromlist=["_"])
-    return [n for k in vars(module).values() if hasattr(k, "arg_names") for n in k.arg_names]
+    module = sys.modules[case.op.implementations[0].run.__module__]
+    kernels = (getattr(value, "function", value) for value in vars(module).values())
+    return [name for kernel in kernels for name in getattr(kernel, "arg_names", ())]
 
 
 @pytest.mark.parametrize(
