@@ -64,6 +64,21 @@ VerboseOption = Annotated[
 ]
 
 
+def numbers(text: str, option: str) -> list[int]:
+    """The positive numbers of an option such as `--batch 1,32`.
+
+    Raises:
+        UserError: it is something else.
+    """
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise UserError(f"{option} is {text!r}, expected positive numbers with commas between them")
+    return values
+
+
 # ----------------------------------------------------------------------------------------------------------- devices
 
 

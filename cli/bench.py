@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from xpu_ports.cli._common import DeviceOption, JsonOption, resolve_device
+from xpu_ports.cli._common import DeviceOption, JsonOption, numbers, resolve_device
 
 app = typer.Typer(help="Measure how fast ops and models are, beside their peers.", no_args_is_help=True)
 
@@ -89,20 +89,10 @@ def model(
         checkpoint,
         where,
         getattr(torch, dtype),
-        _numbers(batch, "--batch"),
-        _numbers(prompt, "--prompt"),
+        numbers(batch, "--batch"),
+        numbers(prompt, "--prompt"),
         new,
         peer,
         out,
         as_json,
     )
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"{option} is {text!r}, expected positive numbers with commas between them")
-    return numbers

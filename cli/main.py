@@ -19,6 +19,7 @@ from xpu_ports.cli.bench import app as bench
 from xpu_ports.cli.doctor import doctor
 from xpu_ports.cli.explain import explain
 from xpu_ports.cli.generate import generate
+from xpu_ports.cli.warmup import warmup
 
 DEBUG = "XPU_PORTS_DEBUG"
 PROGRAM = "xpu-ports"
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, explain, doctor):
+for command in (generate, explain, warmup, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 
