@@ -352,8 +352,9 @@ def _tile(device: torch.device, D: int) -> tuple[int, int, int]:
     where more spill.
     """
     arch = architecture(device)
-    block_t, warps = (32, 4) if not arch.has_grf_modes else (4, 8) if arch.name == "arc-a" else (8, 8)
-    return block_t, min(128, next_power_of_2(D)), warps
+    if not arch.has_grf_modes:
+        return 64, min(64, next_power_of_2(D)), 4
+    return 4 if arch.name == "arc-a" else 8, min(128, next_power_of_2(D)), 8
 
 
 @causal_conv1d.implement("triton", "xpu", "cuda", refuses=_refuses)

@@ -136,6 +136,7 @@ def _attend_dot(q, k_ptrs, v_ptrs, mask_k, mask_v, bias, counts, top, total, acc
 
 
 # The number of keys changes with every token: one kernel for all.
+@kernel
 @triton.jit(do_not_specialize=["S"])
 def _decode_attention_kernel(
     q_ptr,
@@ -222,6 +223,7 @@ def _decode_attention_kernel(
         tl.store(y_ptr + row[:, None] * V + offs_v[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_y)
 
 
+@kernel
 @triton.jit(do_not_specialize=["splits"])
 def _join_kernel(part_ptr, y_ptr, splits, V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_V: tl.constexpr):
     """Sum the parts of one row, each scaled to the largest score of all."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xpu_ports.common.device import architecture
+from xpu_ports.common.device import Architecture, architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.activations import silu
 from xpu_ports.common.kernels.causal_conv1d import causal_conv1d_update, convolve_window, move_window, refuses_conv
@@ -273,6 +273,17 @@ def _norm_kernel(
         move_window(conv_state_ptr + b * stride_c_b, new, offs_d, mask_d, STRIDE_C_D, STRIDE_C_S, S, BLOCK_S)
 
 
+def _tile(arch: Architecture, batch: int, H: int, P: int, N: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program's part of a state: as in the update alone, but four warps at the least.
+
+    Each program convolves its group's B and C, which warps share.
+    """
+    block_p, block_n, warps = tile(arch, batch, H, P, N)
+    if warps >= 4:
+        return block_p, block_n, warps
+    return min(2 * block_p, next_power_of_2(P)), block_n, 4
+
+
 @mamba2_decode_step.implement("triton", "xpu", "cuda", refuses=_refuses)
 def mamba2_decode_step_triton(
     zxbcdt: Tensor,
@@ -292,7 +303,7 @@ def mamba2_decode_step_triton(
     y = torch.empty((batch, H * P), dtype=zxbcdt.dtype, device=zxbcdt.device)
     if y.numel() == 0:
         return y
-    block_p, block_n, warps = tile(architecture(zxbcdt.device), batch, H, P, N)
+    block_p, block_n, warps = _tile(architecture(zxbcdt.device), batch, H, P, N)
     tiles = cdiv(P, block_p)
     gated = torch.empty((batch, H * P + H * tiles), dtype=torch.float32, device=zxbcdt.device)
     stride_c_b, stride_c_d, stride_c_s = conv_state.stride()

@@ -191,11 +191,14 @@ def tile(architecture: Architecture, batch: int, H: int, P: int, N: int) -> tupl
     """(rows, columns, warps) of the part of a head's state that one program holds.
 
     A short batch is split finely, so that every unit has work; a long one into 16 KB (fp32). On NVIDIA a lane may hold
-    32 elements; 16 spill on a Max for some sizes, 8 on Arc A.
+    32 elements; 16 spill on a Max for some sizes, 8 on Arc A. One warp of 512 elements measured best on an H200 for
+    one sequence: 3.4 us, 4.3 us with four of 2048.
     """
     block_n = max(16, next_power_of_2(N))
     few = batch * H < 4 * architecture.units
     elements = 2048 if few or architecture.name == "arc-a" else 4096
+    if few and architecture.name == "nvidia":
+        elements = 512
     block_p = max(1, min(next_power_of_2(P), elements // block_n))
     a_lane = {"arc-a": 4, "max": 8, "xe2": 8}.get(architecture.name, 16 if few else 32)
     return block_p, block_n, max(1, block_p * block_n // (architecture.lanes * a_lane))
