@@ -501,6 +501,9 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "concat_rms_norm": lambda: (torch.randn(3, 8), None, torch.randn(3, 8), torch.randn(16)),
     "concat_rms_norm with residual": lambda: (*(torch.randn(3, 8) for _ in range(3)), torch.randn(16)),
     "gated_activation": lambda: (torch.randn(3, 8), torch.randn(3, 8), "gelu"),
+    "rotary_embedding": lambda: (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8), *torch.randn(2, 1, 3, 4)),
+    "decode_attention": lambda: (torch.randn(2, 4, 8), *torch.randn(2, 2, 2, 5, 8), None, 0.5),
+    "decode_attention with a mask": lambda: (torch.randn(2, 4, 8), *torch.randn(2, 2, 2, 5, 8), torch.zeros(2, 5), 0.5),
 }
 MUTATING = {
     "causal_conv1d_update": {"state"},
