@@ -25,7 +25,7 @@ import inspect
 import os
 import pkgutil
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,8 @@ _FORCED = contextvars.ContextVar[Mapping[str, str | None] | None]("xpu_ports_bac
 _from_environment: Mapping[str, str] | None = None
 
 
-def _forced_choices() -> Mapping[str, str | None]:
+def forced_choices() -> Mapping[str, str | None]:
+    """The back ends forced here and now, by op; "*" for every op without a choice of its own."""
     forced = _FORCED.get()
     return _environment_choices() if forced is None else forced
 
@@ -131,7 +132,7 @@ def use_backend(backend: str | None, op: str | None = None) -> Iterator[None]:
     if backend is not None:
         _check_choice(backend, op, "use_backend")
     # A None for one op stays, to go before a choice for all.
-    choices = {} if backend is None and op is None else {**_forced_choices(), op or _EVERY_OP: backend}
+    choices = {} if backend is None and op is None else {**forced_choices(), op or _EVERY_OP: backend}
     token = _FORCED.set(choices)
     try:
         yield
@@ -249,7 +250,7 @@ class Op:
         # The reference runs on CPU and CUDA tensors alike, so its own parameter defaults are the op's.
         returns = self.signature.return_annotation
         # `Tensor | tuple[Tensor, ...]`: a schema has a fixed number of outputs, so such an op returns a list there.
-        self._packs = returns not in (Tensor, None) and typing.get_origin(returns) is not tuple
+        self._packs = returns not in (Tensor, None) and typing.get_origin(returns) not in (tuple, list)
         prototype = self._packed(reference)
         _LIB.define(self.name + infer_schema(prototype, mutates_args=self.mutates))
         _LIB.impl(self.name, self._packed(self._run), "CompositeExplicitAutograd")
@@ -358,7 +359,8 @@ class Op:
             if refusal is None and needs_grad and not self.differentiable:
                 refusal = "no backward, and a gradient is needed"
             if refusal is None:
-                return candidate, "first that does not refuse" if forced is None else "forced"
+                why = "forced" if forced is not None else "; ".join(refusals) or "first that does not refuse"
+                return candidate, why
             refusals.append(f"{candidate.backend}: {refusal}")
         if forced is not None:
             raise BackendError(
@@ -405,15 +407,15 @@ class Op:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def _needs_grad(args: tuple, kwargs: dict) -> bool:
+def _needs_grad(args: Sequence, kwargs: dict) -> bool:
     # Plain loops: a generator costs a microsecond more.
     for value in args:
-        if isinstance(value, Tensor) and value.requires_grad:
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return True
+        elif isinstance(value, (list, tuple)) and _needs_grad(value, {}):
             return True
-    for value in kwargs.values():  # noqa: SIM110
-        if isinstance(value, Tensor) and value.requires_grad:
-            return True
-    return False
+    return bool(kwargs) and _needs_grad(tuple(kwargs.values()), {})
 
 
 def op(
