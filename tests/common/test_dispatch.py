@@ -66,7 +66,7 @@ def refuses_negative(x: Tensor, factor: float = 2.0) -> str | None:
 
 @pytest.fixture
 def scale() -> Op:
-    """x * factor by its reference, "first" and "second" on the CPU: the second and third tell themselves apart."""
+    """x * factor by its reference; "first" adds 1 and "second" adds 2 and, as kernels do, both lose the gradient."""
 
     def reference(x: Tensor, factor: float = 2.0) -> Tensor:
         """Multiply."""
@@ -76,11 +76,11 @@ def scale() -> Op:
 
     @op.implement("first", "cpu", refuses=refuses_negative)
     def first(x: Tensor, factor: float = 2.0) -> Tensor:
-        return x * factor + 1
+        return x.detach() * factor + 1
 
     @op.implement("second", "cpu", "xpu", refuses=lambda x, factor=2.0: "odd" if len(x) % 2 else None)
     def second(x: Tensor, factor: float = 2.0) -> Tensor:
-        return x * factor + 2
+        return x.detach() * factor + 2
 
     return op
 
@@ -305,7 +305,7 @@ def test_ledger_counts_and_reasons(scale: Op) -> None:
     assert explain(show=False) == [
         Decision(scale.name, "first", "cpu", "first that does not refuse", 3),
         Decision(scale.name, "reference", "cpu", "forced", 1),
-        Decision(scale.name, "second", "cpu", "first that does not refuse", 1),
+        Decision(scale.name, "second", "cpu", "first: a negative factor", 1),
     ]
     reset_explain()
     assert explain(show=False) == []
