@@ -33,7 +33,7 @@ def forwards() -> tuple[dict[str, int], dict[str, int]]:
     for tokens in (ids, ids[:, :1]):
         dispatch.reset_explain()
         with torch.no_grad():
-            cache = model(tokens, past_key_values=cache, use_cache=True).past_key_values
+            cache = model(tokens, cache=cache, use_cache=True).past_key_values
         phases.append({d.op: d.calls for d in dispatch.explain(show=False)})
     return phases[0], phases[1]
 
@@ -75,15 +75,10 @@ def test_empty_prompt(mistake):
 
 
 def test_a_changed_reason_is_a_row_of_its_own():
-    prefill = Explanation([Decision("a", "triton", "xpu", "first that does not refuse", 3)])
-    decode = Explanation(
-        [
-            Decision("a", "triton", "xpu", "first that does not refuse", 2),
-            Decision("a", "reference", "xpu", "triton: too wide", 1),
-        ]
-    )
-    rows = [tuple(row.values()) for row in merge(prefill, decode)]
-    assert rows == [
-        ("a", "reference", "xpu", 0, 1, "triton: too wide"),
-        ("a", "triton", "xpu", 3, 2, "first that does not refuse"),
+    prefill = Explanation([Decision("a", "triton", "xpu", "fits", 3), Decision("a", "reference", "xpu", "too wide", 1)])
+    decode = Explanation([Decision("a", "triton", "xpu", "fits", 2), Decision("a", "reference", "xpu", "too deep", 4)])
+    assert [tuple(row.values()) for row in merge(prefill, decode)] == [
+        ("a", "reference", "xpu", 1, 0, "too wide"),
+        ("a", "reference", "xpu", 0, 4, "too deep"),
+        ("a", "triton", "xpu", 3, 2, "fits"),
     ]

@@ -65,11 +65,13 @@ def test_json_is_all_of_stdout(cli, model, tokenizer, monkeypatch):
         return loading(*args, **kwargs)
 
     monkeypatch.setattr(_common, "load", chatty)
+    # Before the command, whose ledger must not hold these calls.
+    text = continuation(model, tokenizer, do_sample=False)
     outcome = cli("generate", TINY_ZAMBA2, PROMPT, *FAST, "--json")
     assert outcome.code == 0
     result = json.loads(outcome.out)
     assert outcome.err == "a library greets\n"
-    assert result["text"] == continuation(model, tokenizer, do_sample=False)
+    assert result["text"] == text
     assert result["prompt_tokens"] == len(tokenizer(PROMPT).input_ids)
     assert result["new_tokens"] == 8
     assert (result["device"], result["dtype"], result["model_type"]) == ("cpu", "float32", "zamba2")
@@ -128,6 +130,20 @@ def test_streamer_writes_what_decode_gives_in_whole_characters(tokenizer, text):
     streamer.end()
     assert "".join(pieces) == tokenizer.decode(ids) + "\n"
     assert len(pieces) > 1
+
+
+def test_streamer_keeps_spaces_that_decode_takes_off_at_the_start():
+    class Words:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "".join([" In", " the", " beginning"][id] for id in ids).removeprefix(" ")
+
+    pieces: list[str] = []
+    streamer = Streamer(Words(), pieces.append)
+    streamer.put(torch.tensor([[1]]))
+    for id in range(3):
+        streamer.put(torch.tensor([id]))
+    streamer.end()
+    assert pieces == ["In", " the", " beginning", "\n"]
 
 
 def test_streamer_writes_an_unfinished_character_at_the_end(tokenizer):

@@ -56,7 +56,9 @@ def test_a_reader_that_has_left_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "xpu_ports.cli", "--version"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False)
+    # Buffered, so that the text meets the closed pipe only when it is flushed at the end.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False, env=buffered)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
 
