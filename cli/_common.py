@@ -13,6 +13,7 @@ import json
 import platform
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,16 @@ class Dtype(enum.StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the options say about where and how a model runs."""
+
+    device: str
+    dtype: Dtype
+    backend: str | None
+    verbose: bool
 
 
 CheckpointArgument = Annotated[
@@ -188,16 +199,22 @@ def may_be_on_hub(checkpoint: str) -> bool:
     return bool(slash and name) and "/" not in name and owner[:1] not in ("", ".", "~") and not Path(owner).exists()
 
 
-def check_model_type(found: str | None, where: str) -> None:
+def check_model_type(found: str | None, where: str) -> str:
+    """The model type that a config.json names.
+
+    Raises:
+        UserError: there is no port of it.
+    """
     known = supported_model_types()
-    if found not in known:
+    if found is None or found not in known:
         what = "missing" if found is None else repr(found)
         raise UserError(f"{where}: model_type is {what}, expected one that there is a port for: {', '.join(known)}")
+    return found
 
 
 def load(
     checkpoint: str, device: torch.device, dtype: Dtype, verbose: bool = False
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[Any, PreTrainedTokenizerBase]:
     """The port of a checkpoint on its device, and its tokenizer.
 
     Args:
@@ -219,8 +236,7 @@ def load(
     except OSError as error:
         # Only a name on the Hub gets here: a folder without the file has been refused before.
         raise UserError(f"{checkpoint}: no such folder, and the Hub does not give it: {error}") from error
-    model_type = read_config(config).get("model_type")
-    check_model_type(model_type, config)
+    model_type = check_model_type(read_config(config).get("model_type"), config)
     model = port(model_type).from_pretrained(checkpoint, dtype=dtype.value, device_map={"": device})
     stray = {p.device.type for p in model.parameters()} - {device.type}
     if stray:
@@ -286,6 +302,13 @@ def forced(backend: str | None) -> Iterator[None]:
 
     with dispatch.use_choices(backend, where="--backend"):
         yield
+
+
+@contextlib.contextmanager
+def loaded(checkpoint: str, setup: Setup) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
+    """`load`, and a block in which the model runs with the back ends that are forced."""
+    with forced(setup.backend):
+        yield load(checkpoint, resolve_device(setup.device), setup.dtype, setup.verbose)
 
 
 # ------------------------------------------------------------------------------------------------------------ output

@@ -241,7 +241,7 @@ def normalized(name: str) -> str:
 
 def installed(names: set[str]) -> dict[str, str]:
     """Versions of those of the distributions that are installed."""
-    found = {}
+    found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = normalized(distribution.metadata["Name"] or "")
         if name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from xpu_ports.cli import _common
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from xpu_ports.common.dispatch import Explanation
+    from xpu_ports.common.dispatch import Decision, Explanation
 
 PROMPT = "In the beginning God created the heaven and the earth."
 
@@ -31,7 +32,7 @@ def explain(
     _common.check_checkpoint(checkpoint)
     prompt = _common.read_prompt(prompt)
     with _common.stdout_kept_clean(as_json):
-        result = run(checkpoint, prompt, device, dtype, backend, verbose)
+        result = run(checkpoint, prompt, _common.Setup(device, dtype, backend, verbose))
     if as_json:
         _common.print_json(result)
         return
@@ -49,14 +50,11 @@ def explain(
         )
 
 
-def run(
-    checkpoint: str, prompt: str, device: str, dtype: _common.Dtype, backend: str | None, verbose: bool
-) -> dict[str, Any]:
+def run(checkpoint: str, prompt: str, setup: _common.Setup) -> dict[str, Any]:
     """The object that --json prints."""
     from xpu_ports.common import dispatch
 
-    with _common.forced(backend):
-        model, tokenizer = _common.load(checkpoint, _common.resolve_device(device), dtype, verbose)
+    with _common.loaded(checkpoint, setup) as (model, tokenizer):
         inputs = _common.encode(tokenizer, prompt, model.device)
         phases = Phases()
         dispatch.reset_explain()
@@ -97,8 +95,9 @@ class Phases:
 def merge(prefill: Explanation | None, decode: Explanation) -> list[dict[str, Any]]:
     """The two phases' ledgers in one table: a row for each op, back end, device and reason."""
     rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
-    for phase, explanation in (("prefill_calls", prefill or []), ("decode_calls", decode)):
-        for d in explanation:
+    phases: dict[str, Sequence[Decision]] = {"prefill_calls": prefill or [], "decode_calls": decode}
+    for phase, decisions in phases.items():
+        for d in decisions:
             empty = {"prefill_calls": 0, "decode_calls": 0}
             row = {"op": d.op, "backend": d.backend, "device": d.device, **empty, "reason": d.reason}
             rows.setdefault((d.op, d.backend, d.device, d.reason), row)[phase] = d.calls

@@ -36,12 +36,12 @@ def generate(
 
     The prefill's time includes compiling kernels that are used for the first time.
     """
-    sampling = sampling_arguments(temperature, top_p)
+    arguments = {"max_new_tokens": max_new_tokens, **sampling_arguments(temperature, top_p)}
+    setup = _common.Setup(device, dtype, backend, verbose)
     _common.check_checkpoint(checkpoint)
     prompt = _common.read_prompt(prompt)
     with _common.stdout_kept_clean(as_json):
-        write = _discard if as_json else _write
-        result = run(checkpoint, prompt, device, dtype, backend, seed, write, verbose, max_new_tokens, **sampling)
+        result = run(checkpoint, prompt, setup, seed, arguments, _discard if as_json else _write)
     if as_json:
         _common.print_json(result)
         return
@@ -74,27 +74,30 @@ def sampling_arguments(temperature: float, top_p: float) -> dict[str, Any]:
 def run(
     checkpoint: str,
     prompt: str,
-    device: str,
-    dtype: _common.Dtype,
-    backend: str | None,
+    setup: _common.Setup,
     seed: int,
+    arguments: dict[str, Any],
     write: Callable[[str], None],
-    verbose: bool,
-    max_new_tokens: int,
-    **sampling: Any,
 ) -> dict[str, Any]:
-    """Load, generate, and tell all of it: the object that --json prints. Text goes to `write` as it comes."""
+    """Load, generate, and tell all of it: the object that --json prints.
+
+    Args:
+        checkpoint, prompt: as given.
+        setup: where and how.
+        seed: of the sampling.
+        arguments: of transformers' generate().
+        write: takes the text as it comes.
+    """
     import torch
 
     from xpu_ports.common import dispatch
 
-    with _common.forced(backend):
-        model, tokenizer = _common.load(checkpoint, _common.resolve_device(device), dtype, verbose)
+    with _common.loaded(checkpoint, setup) as (model, tokenizer):
         inputs = _common.encode(tokenizer, prompt, model.device)
         streamer = Streamer(tokenizer, write)
         dispatch.reset_explain()
         torch.manual_seed(seed)
-        model.generate(**inputs, streamer=streamer, max_new_tokens=max_new_tokens, **sampling)
+        model.generate(**inputs, streamer=streamer, **arguments)
     explanation = dispatch.explain(show=False)
     return {
         "text": tokenizer.decode(streamer.ids, skip_special_tokens=True),
@@ -142,7 +145,7 @@ class Streamer:
             self._window, self._written = self._written, len(self.ids)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def figures(self, prompt_tokens: int) -> dict[str, Any]:
         """Token counts, seconds and tokens per second; the first new token comes out of the prefill."""

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,7 +35,7 @@ for command in (generate, explain, warmup, doctor):
 app.add_typer(bench, name="bench")
 
 # Typer has a click of its own in newer versions and uses the installed one in older: take the class that it raises.
-_CommandLineError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_CommandLineError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 # Exceptions that say what is wrong with the input, in modules that are looked at only when something imported them.
 _ABOUT_THE_INPUT = (
