@@ -190,6 +190,8 @@ def install(record: Record, cache: pathlib.Path) -> OfflineDriver:
     """Make Triton launch through an `OfflineDriver`, and record what fails to compile."""
     driver = OfflineDriver(record, cache)
     triton.runtime.driver.set_active(driver)
+    # Triton keeps compiled code by the kernel's line in its file, too. There are no line numbers in this code.
+    JITFunction.starting_line_number = property(lambda self: 1, lambda self, line: None)
     run = JITFunction.run
 
     def recorded(self: JITFunction, *args: Any, **kwargs: Any) -> Any:

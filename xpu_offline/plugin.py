@@ -4,7 +4,8 @@
 
 Each test that takes a `target` (or `xpu_architecture` itself) runs once for each Intel architecture: the launch wrapper
 configures for it, Intel's compiler compiles for it, and the code of the same back end for a device without matrix units
-runs on this CPU. All other tests are left out. What was seen is written to `--xpu-observations`.
+runs on this CPU. All other tests are left out, and of combinations of parameters all but a few, unless `--full` asks
+for them. What was seen is written to `--xpu-observations`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 from xpu_offline.driver import install, prepare_environment
+from xpu_offline.narrow import every_value
 from xpu_offline.record import Record
 from xpu_offline.targets import TARGETS
 
@@ -81,11 +83,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part, parts = (int(n) for n in config.getoption("--xpu-shard").split("/"))
     ours = [i for i in items if hasattr(i, "callspec") and "xpu_architecture" in i.callspec.params]
+    if not config.getoption("--full", default=False):
+        ours = _narrowed([i for i in ours if not i.get_closest_marker("full")])
     # Architectures share code, and so do the tests of one function.
     ours = [i for i in ours if zlib.crc32(f"{i.path.name}::{i.originalname}".encode()) % parts == part]
     kept = set(ours)
     config.hook.pytest_deselected(items=[i for i in items if i not in kept])
     items[:] = ours
+
+
+def _narrowed(items: list[pytest.Function]) -> list[pytest.Function]:
+    """Of each test as many combinations as have every value of every parameter, each on all architectures.
+
+    The reference and the interpreter run all of them. Here each is another code, and its compilation takes seconds.
+    """
+    by_test: dict[tuple[pathlib.Path, str], dict[tuple, list[pytest.Function]]] = {}
+    for item in items:
+        values = {k: repr(v) for k, v in item.callspec.params.items() if k != "xpu_architecture"}
+        by_test.setdefault((item.path, item.originalname), {}).setdefault(tuple(values.items()), []).append(item)
+    kept: list[pytest.Function] = []
+    for combinations in by_test.values():
+        listed = list(combinations)
+        kept += [item for i in every_value([dict(c) for c in listed]) for item in combinations[listed[i]]]
+    return kept
 
 
 @pytest.fixture
