@@ -30,4 +30,5 @@ def softplus(x):
     u = 1.0 + e
     # log1p(e) = log(u) * e / (u - 1): the rounding of u cancels (Goldberg 1991, theorem 4).
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.where(x > 20.0, x, log1p)
+    # NaN fails the comparison and stays.
+    return tl.where(x <= 20.0, log1p, x)
