@@ -358,7 +358,7 @@ def print_rich(renderable: Any, stderr: bool = False) -> None:
     console = Console(file=stream, width=None if stream.isatty() else 10_000, highlight=False, markup=False)
     with console.capture() as captured:
         console.print(renderable)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()), file=stream)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), file=stream, flush=True)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], stderr: bool = False) -> None:

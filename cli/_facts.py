@@ -1,4 +1,4 @@
-"""What `xpu-ports doctor` knows about a machine: gathered here, judged in doctor.py.
+"""What `xpu-ports doctor` knows about a machine: gathered here, judged in _checks.py.
 
 Source of where Triton looks for headers: intel-xpu-backend-for-triton, third_party/intel/backend/driver.py.
 """

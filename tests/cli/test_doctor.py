@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from xpu_ports.cli import _facts
+from xpu_ports.cli._checks import Finding, cure, examine
 from xpu_ports.cli._facts import Answer, Device, Facts, Kernel, Torch
-from xpu_ports.cli.doctor import Finding, cure, examine
 
 B580 = Device(
     type="xpu",
