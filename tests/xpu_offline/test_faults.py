@@ -77,7 +77,7 @@ def test_a_new_op_needs_no_more_than_its_tests(outcome: Outcome, architecture: s
     ("fault", "message"),
     [
         ("constant", "allowed"),
-        ("unmasked", "bytes after the storage of a tensor"),
+        ("unmasked", "elements that are in the storage but not in the tensor"),
         ("twice", "written by more than one program"),
         ("unwritten", "NaN or infinite where the oracle is not"),
     ],
