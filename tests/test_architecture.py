@@ -173,18 +173,18 @@ def ops_are_documented(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def implementations_can_refuse(path: PurePosixPath, source: str) -> Iterator[str]:
-    """Each has a `refuses` that can say no: a lambda that returns None, or a function that returns nothing, cannot."""
+    """Each has a `refuses`, and a kernel's can say no: what returns nothing but None is for compositions of ops."""
     tree = ast.parse(source)
     defined = functions(tree)
     for op, call in implementations(tree):
-        where = f"{path}:{call.lineno}: {op}: the implementation"
+        backend = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else "?"
+        where = f"{path}:{call.lineno}: {op}: the back end {backend}"
         refuses = {k.arg: k.value for k in call.keywords}.get("refuses")
         if refuses is None:
             yield f"{where} has no refusal"
-        elif isinstance(refuses, ast.Lambda):
-            if isinstance(refuses.body, ast.Constant):
-                yield f"{where} never refuses"
-        elif isinstance(refuses, ast.Name) and refuses.id in defined:
+        elif backend == "triton" and isinstance(refuses, ast.Lambda) and isinstance(refuses.body, ast.Constant):
+            yield f"{where} never refuses"
+        elif backend == "triton" and isinstance(refuses, ast.Name) and refuses.id in defined:
             returned = [n.value for n in ast.walk(defined[refuses.id]) if isinstance(n, ast.Return)]
             if all(v is None or (isinstance(v, ast.Constant) and v.value is None) for v in returned):
                 yield f"{where} never refuses"
@@ -380,6 +380,11 @@ FINE: list[tuple[Rule, str, str]] = [
     (ops_are_documented, KERNEL, OP),
     (ops_are_documented, KERNEL, "def helper(x):\n    return x"),
     (implementations_can_refuse, KERNEL, OP + TRITON.format(", refuses=_imported")),
+    (
+        implementations_can_refuse,
+        KERNEL,
+        OP + "def no(*a):\n    return\n" + TRITON.format(", refuses=no").replace("triton", "pytorch"),
+    ),
     (ops_are_tested, KERNEL, OP),
     (paths_are_relative, "a.py", "# https://example.org/" + "work/x, ~/" + "root/x and frame" + "work/x"),
 ]
