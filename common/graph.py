@@ -247,10 +247,8 @@ class DecodeGraph:
     def _step(self, forward: Callable[..., Any], model: Any) -> Tensor:
         """The work of one token, on the buffers alone."""
         seen = self.mask & (self._columns <= self.length.device)  # [B, capacity]
-        dtype = model.dtype
-        full = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
         masks = {
-            "full_attention": full[:, None, None],
+            "full_attention": seen[:, None, None],
             "linear_attention": self.mask.index_select(1, self.length.device),
         }
         self.stepping = True
@@ -344,7 +342,7 @@ def refuses(model: Any, cache: Cache, hooks: bool) -> str | None:
         return f"the cache is a {type(cache).__name__}"
     if any(type(layer) not in BOUND and not isinstance(layer, _Bound) for layer in cache.layers):
         return "the cache has layers of other kinds"
-    if model.config._attn_implementation not in ("sdpa", "eager"):
+    if model.config._attn_implementation != "sdpa":
         return f"attention is {model.config._attn_implementation}"
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1 or devices & {"cpu", "disk"}:
@@ -369,8 +367,8 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 def captured_decode(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Replay a model's forward from a graph when it gets one new token a row and a cache; see the module's text.
 
-    The forward takes transformers' arguments and, as `attention_mask`, also a mapping with "full_attention" (an
-    additive mask [B, 1, 1, keys]) and "linear_attention" ([B, 1], nonzero where the token counts).
+    The forward takes transformers' arguments and, as `attention_mask`, also a mapping with "full_attention" (bool,
+    [B, 1, 1, keys], True where a key counts) and "linear_attention" ([B, 1], nonzero where the token counts).
     """
 
     @functools.wraps(forward)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm, total_dtype
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm
+from xpu_ports.common.kernels.skinny_linear import adapted_linears, linear, norm_linear
 
 
 class RMSNorm(nn.Module):
@@ -31,8 +32,59 @@ class RMSNorm(nn.Module):
             return rms_norm(x, self.weight, self.variance_epsilon)
         return add_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
+    def then(self, layer: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """A linear layer behind this norm, in one launch where that pays.
+
+        Args:
+            layer: gives [..., M]; one that is not a plain `nn.Linear` is called.
+            x: [..., N].
+            residual: [..., N] or None.
+
+        Returns:
+            [..., M]; with a residual also the sum, as in `forward`.
+        """
+        if is_plain(layer) and is_plain(self):
+            return norm_linear(x, residual, self.weight, layer.weight, layer.bias, self.variance_epsilon)
+        if residual is None:
+            return layer(self(x))
+        y, total = self(x, residual)
+        return layer(y), total
+
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.variance_epsilon}"
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module's weights may be used without calling it: an ordinary linear layer or norm, without hooks."""
+    if type(module) not in (nn.Linear, RMSNorm):
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
+
+
+def project(layer: nn.Module, x: Tensor) -> Tensor:
+    """layer(x), where the layer is a plain linear one through the op that is fast for few rows."""
+    return linear(x, layer.weight, layer.bias) if is_plain(layer) else layer(x)
+
+
+def project_adapted(x: Tensor, layers: list[nn.Module], adapters: list[nn.Module]) -> list[Tensor]:
+    """Layers that share their input, each with a low-rank addition of its own.
+
+    Args:
+        x: [..., K].
+        layers: give [..., N_i] each.
+        adapters: a `nn.Sequential` of two linear layers for each, or none at all.
+
+    Returns:
+        layer(x) + adapter(x) for each.
+    """
+    halves = [half for adapter in adapters for half in adapter]
+    if all(is_plain(m) and m.bias is None for m in (*layers, *halves)):
+        return adapted_linears(
+            x, [m.weight for m in layers], [m.weight for m in halves[::2]], [m.weight for m in halves[1::2]]
+        )
+    if not adapters:
+        return [layer(x) for layer in layers]
+    return [layer(x) + adapter(x) for layer, adapter in zip(layers, adapters, strict=True)]
 
 
 class Mixer2RMSNormGated(nn.Module):

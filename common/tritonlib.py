@@ -86,31 +86,45 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if type(args[0]) not in (Tensor, torch.nn.Parameter) or args[0].device.type == "cpu":
+        first = args[0]
+        if type(first) not in (Tensor, torch.nn.Parameter) or first.device.type == "cpu":
             # Interpreted, intercepted or faked.
             self.function[grid](*args, **constants)
             return
-        key = (args[0].device.index, *map(_specialization, args), *constants.items())
+        seen, passed = _specialize(args, addresses=first.is_cuda)
+        key = (first.device.index, *seen, *constants.items())
         kept = self._kept.get(key)
         if kept is None:
             compiled = self.function[grid](*args, **constants)
             self._kept[key] = compiled, tuple(constants[name] for name in self._names[len(args) :])
             return
         compiled, tail = kept
-        compiled[(*grid, 1, 1)[:3]](*args, *tail)
+        compiled[(*grid, 1, 1)[:3]](*passed, *tail)
 
 
-def _specialization(value: Any) -> Any:
-    """What Triton's compiler sees of an argument."""
-    kind = type(value)
-    if kind is int:
-        if value == 1:
-            return 1
-        wide = not -(2**31) <= value < 2**31
-        return ("i64" if wide else "i32") if value % 16 else ("i64/16" if wide else "i32/16")
-    if kind is float or value is None or kind is bool:
-        return kind
-    return value.dtype, value.data_ptr() % 16 == 0
+def _specialize(args: tuple, addresses: bool) -> tuple[list, list]:
+    """What Triton's compiler sees of the arguments, and the arguments to launch with.
+
+    Args:
+        addresses: pass tensors by address. CUDA's launcher takes it as it is, but asks the driver about each tensor;
+            XPU's does not take addresses above 2^63, which its memory has.
+    """
+    seen: list[Any] = []
+    passed: list[Any] = []
+    for value in args:
+        kind = type(value)
+        if kind is int:
+            wide = not -(2**31) <= value < 2**31
+            seen.append(1 if value == 1 else (wide, value % 16 == 0))
+        elif kind is float or value is None or kind is bool:
+            seen.append(kind)
+        else:
+            address = value.data_ptr()
+            seen.append((value.dtype, address % 16 == 0))
+            if addresses:
+                value = address
+        passed.append(value)
+    return seen, passed
 
 
 def kernel(function: Any) -> Any:

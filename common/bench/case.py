@@ -6,7 +6,7 @@ import functools
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,22 +143,31 @@ def sample_index(t: Tensor, rows: list[int]) -> Tensor:
 
 def flatten_outputs(outputs: Any) -> list[Tensor]:
     """The tensors of a result, in order."""
-    return list(_tensors(outputs if isinstance(outputs, (tuple, list)) else (outputs,)))
+    return list(_tensors((outputs,)))
 
 
 def copy_args(args: Args) -> Args:
     """Arguments that a call may write into; strides are kept, so that a slice of a wider tensor stays one."""
-    return tuple(_copy(a) if isinstance(a, Tensor) else a for a in args)
+    return tuple(_copy(a) for a in args)
 
 
-def _copy(t: Tensor) -> Tensor:
+def _copy(t: Any) -> Any:
+    if isinstance(t, list):
+        return [_copy(entry) for entry in t]
+    if not isinstance(t, Tensor):
+        return t
     span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
     storage = torch.empty(span, dtype=t.dtype, device=t.device)
     return storage.as_strided(t.shape, t.stride()).copy_(t)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    return (value for value in values if isinstance(value, Tensor))
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values and in their tuples and lists, in order."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
 
 
 def prepare_op(op: Callable[..., Any]) -> Prepare:

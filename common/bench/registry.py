@@ -18,6 +18,7 @@ from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.selective_state_update import selective_state_update
+from xpu_ports.common.kernels.skinny_linear import adapted_linears, gated_norm_linear, linear, norm_linear
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 
 _PEERS = "xpu_ports.common.bench.peers"
@@ -105,6 +106,46 @@ def _cache_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]
         return sample_index(sample_index(t, ends[0]).transpose(0, 1), ends[1]).transpose(0, 1)
 
     return (take(q), take(k), take(v), *rest), [take(outputs[0])]
+
+
+# ----------------------------------------------------------------------------------------------------- linear layers
+
+
+def _matrix(draw: Draw, n: int, k: int) -> Tensor:
+    return draw(n, k) * k**-0.5
+
+
+def _linear(size: Size, draw: Draw) -> Args:
+    T, N, K = (size[letter] for letter in "TNK")
+    return draw(T, K), _matrix(draw, N, K), None
+
+
+def _norm_linear(size: Size, draw: Draw) -> Args:
+    T, N, K = (size[letter] for letter in "TNK")
+    return draw(T, K), draw(T, K), _weight(draw, K), _matrix(draw, N, K), None, 1e-5
+
+
+def _gated_norm_linear(size: Size, draw: Draw) -> Args:
+    T, N, K = (size[letter] for letter in "TNK")
+    return draw(T, K), draw(T, K), _weight(draw, K), _matrix(draw, N, K), None, K // size["G"], 1e-5
+
+
+def _adapted(size: Size, draw: Draw) -> Args:
+    # L layers of N outputs each.
+    T, L, N, K, R = (size[letter] for letter in "TLNKR")
+    weights, a, b = ([_matrix(draw, *shape) for _ in range(L)] for shape in ((N, K), (R, K), (N, R)))
+    return draw(T, K), weights, a, b
+
+
+def _outputs_sample(position: int) -> Sample:
+    """Every hundredth output of the layer whose weight is the argument at this position, and its other results."""
+
+    def sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+        some = slice(None, None, 100)
+        picked = tuple(a[some] if i == position else a for i, a in enumerate(args))
+        return picked, [outputs[0][..., some], *outputs[1:]]
+
+    return sample
 
 
 # ----------------------------------------------------------------------------------------------------------- Mamba-2
@@ -252,6 +293,37 @@ CASES = {
             _rotary,
             _peers("rotary_embedding", "transformers"),
             _tokens_sample,
+        ),
+        Case(
+            "linear",
+            linear,
+            tuple(f"T{T}-{layer}" for layer in ("N2048-K4096", "N2048-K8192", "N32000-K2048") for T in (1, 8)),
+            _linear,
+            _peers("linear", "pytorch"),
+            _outputs_sample(1),
+        ),
+        Case(
+            "norm_linear",
+            norm_linear,
+            tuple(f"T{T}-N8512-K2048" for T in (1, 2, 4, 8)),
+            _norm_linear,
+            _peers("norm_linear", "pytorch"),
+            _outputs_sample(3),
+        ),
+        Case(
+            "gated_norm_linear",
+            gated_norm_linear,
+            tuple(f"T{T}-{layer}" for layer in ("N2048-K4096-G1", "N3584-K7168-G2") for T in (1, 8)),
+            _gated_norm_linear,
+            _peers("gated_norm_linear", "pytorch"),
+            _outputs_sample(3),
+        ),
+        Case(
+            "adapted_linears",
+            adapted_linears,
+            tuple(f"T{T}-{layers}-R128" for layers in ("L1-N16384-K2048", "L3-N4096-K4096") for T in (1, 8)),
+            _adapted,
+            _peers("adapted_linears", "pytorch"),
         ),
         Case(
             "decode_attention",

@@ -225,7 +225,14 @@ def _decode_attention_kernel(
 
 @kernel
 @triton.jit(do_not_specialize=["splits"])
-def _join_kernel(part_ptr, y_ptr, splits, V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_V: tl.constexpr):
+def _join_kernel(
+    part_ptr,
+    y_ptr,
+    splits,
+    V: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """Sum the parts of one row, each scaled to the largest score of all."""
     row = tl.program_id(0).to(tl.int64)
     offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

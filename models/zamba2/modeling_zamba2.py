@@ -35,11 +35,12 @@ from xpu_ports.common.generation import CapturedGeneration
 from xpu_ports.common.graph import captured_decode
 from xpu_ports.common.kernels.causal_conv1d import causal_conv1d
 from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
+from xpu_ports.common.kernels.decode_attention import decode_attention
 from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
-from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm
+from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm, project, project_adapted
 from xpu_ports.common.weights import StrictLoading
 from xpu_ports.models.zamba2.configuration_checks import ZAMBA2_CHECKS
 
@@ -105,23 +106,24 @@ class Zamba2MambaMixer(nn.Module):
 
     # The weights of these two are read here, so their own forward, and accelerate's hook on it, does not run.
     @force_accelerate_hooks(["conv1d", "norm"])
-    def forward(self, u: Tensor, cache: Cache | None, mask: Tensor | None) -> Tensor:
+    def forward(self, zxBCdt: Tensor, cache: Cache | None, mask: Tensor | None) -> Tensor:
         """Mix tokens over time.
 
         Args:
-            u: [B, T, D].
+            zxBCdt: [B, T, d_inner + d_conv + H], what in_proj gives.
             cache: read and written at this layer's index; None for a sequence from its start.
             mask: [B, T], nonzero where a token counts, or None; one that does not leaves the state as it is.
 
         Returns:
             [B, T, D].
         """
-        zxBCdt = self.in_proj(u)
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
-        if state is not None and u.shape[1] == 1:
-            return self.out_proj(self.step(zxBCdt, cache.get_conv_state(self.layer_idx), state, mask))
-        z, xBC, dt = zxBCdt.split([self.d_inner, self.d_conv, self.H], dim=-1)
-        return self.out_proj(self.norm(self.scan(xBC, dt, cache, state, mask), z))
+        if state is not None and zxBCdt.shape[1] == 1:
+            y = self.step(zxBCdt, cache.get_conv_state(self.layer_idx), state, mask)
+        else:
+            z, xBC, dt = zxBCdt.split([self.d_inner, self.d_conv, self.H], dim=-1)
+            y = self.norm(self.scan(xBC, dt, cache, state, mask), z)
+        return project(self.out_proj, y)
 
     def step(self, zxBCdt: Tensor, conv_state: Tensor, state: Tensor, mask: Tensor | None) -> Tensor:
         """One token, the states moved in place and the output normalized; [B, 1, .] gives [B, 1, d_inner]."""
@@ -252,21 +254,24 @@ class Zamba2Attention(nn.Module):
         Returns:
             ([B, T, D], attention weights where the attention in use gives them).
         """
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        adapters = []
         if self.config.use_shared_attention_adapter:
-            q = q + self.linear_q_adapter_list[place](x)
-            k = k + self.linear_k_adapter_list[place](x)
-            v = v + self.linear_v_adapter_list[place](x)
+            lists = self.linear_q_adapter_list, self.linear_k_adapter_list, self.linear_v_adapter_list
+            adapters = [adapter_list[place] for adapter_list in lists]
+        q, k, v = project_adapted(x, [self.q_proj, self.k_proj, self.v_proj], adapters)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if positions is not None:
             q, k = rotary_embedding(q, k, *positions)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, head_dim]
         if cache is not None:
             k, v = cache.update(k, v, layer_idx)
+        if x.shape[1] == 1 and self.config._attn_implementation == "sdpa" and not self.training:
+            y = decode_attention(q[:, :, 0], k, v, None if mask is None else mask[:, 0, 0], self.scaling)
+            return project(self.o_proj, y.flatten(1)[:, None]), None
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         dropout = self.config.attention_dropout if self.training else 0.0
         y, weights = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
-        return self.o_proj(y.flatten(2)), weights
+        return project(self.o_proj, y.flatten(2)), weights
 
 
 def eager_attention(
@@ -301,9 +306,8 @@ class Zamba2MLP(nn.Module):
         self.gate_up_proj_adapter_list = Adapters(config, block_id, config.hidden_size, 2 * F)
 
     def forward(self, x: Tensor, place: int) -> Tensor:
-        return self.down_proj(
-            gated_activation(self.gate_up_proj(x), self.gate_up_proj_adapter_list[place](x), self.activation)
-        )
+        (gate_up,) = project_adapted(x, [self.gate_up_proj], [self.gate_up_proj_adapter_list[place]])
+        return project(self.down_proj, gated_activation(gate_up, None, self.activation))
 
 
 class Zamba2AttentionDecoderLayer(nn.Module):
@@ -363,10 +367,10 @@ class Zamba2MambaDecoderLayer(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor]:
         """(h, y) -> (h + y, this layer's output); all [B, T, D]."""
         if y is None:
-            u = self.input_layernorm(h)
+            zxBCdt = self.input_layernorm.then(self.mamba.in_proj, h)
         else:
-            u, h = self.input_layernorm(y, residual=h)
-        return h, self.mamba(u, cache, token_mask)
+            zxBCdt, h = self.input_layernorm.then(self.mamba.in_proj, y, residual=h)
+        return h, self.mamba(zxBCdt, cache, token_mask)
 
 
 class Zamba2HybridLayer(GradientCheckpointingLayer):
@@ -393,7 +397,7 @@ class Zamba2HybridLayer(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor]:
         """(h, y) -> (h + y, this layer's output); the shared block's output reaches the Mamba-2 layer's input only."""
         t, h = self.shared_transformer(h, y, x0, self.place, self.layer_idx, attention_mask, cache=cache, **kwargs)
-        t = self.linear(t)
+        t = project(self.linear, t)
         _, y = self.mamba_decoder(h, t, x0, token_mask, attention_mask, cache=cache)
         return h, y
 
@@ -572,7 +576,7 @@ class Zamba2ForCausalLM(Zamba2PreTrainedModel, CapturedGeneration, GenerationMix
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        logits = project(self.lm_head, slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None if labels is None else self.loss_function(logits, labels, self.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,

@@ -25,6 +25,10 @@ SMALL = {
     "gated_rms_norm.sigmoid": "T50-H3-N16",
     "gated_activation": "T150-F16",
     "rotary_embedding": "B2-T150-H2-K8",
+    "linear": "T3-N150-K16",
+    "norm_linear": "T3-N150-K16",
+    "gated_norm_linear": "T3-N150-K16-G2",
+    "adapted_linears": "T3-L3-N5-K16-R4",
     "decode_attention": "B3-H4-S9-K8-Z12",
     "causal_conv1d": "B2-T9-D100-W4-Z130",
     "causal_conv1d_update": "B5-D12-W4",
@@ -50,7 +54,7 @@ def test_sizes_grow(name: str):
     def elements(size: str) -> int:
         with torch.device("meta"):
             args = CASES[name].inputs(parse_size(size), MetaDraw())
-        return sum(a.numel() for a in args if isinstance(a, Tensor))
+        return sum(t.numel() for t in flatten_outputs(args))
 
     sizes = [elements(size) for size in CASES[name].sizes if "Z" not in size]
     assert sizes == sorted(sizes)
@@ -160,6 +164,15 @@ def test_copied_arguments_keep_their_strides_and_share_nothing():
     assert x.abs().sum() > 0
     empty = torch.empty(0, 4)
     assert copy_args((empty, None, 1.0))[0].shape == (0, 4)
+
+
+def test_lists_of_tensors_are_counted_and_copied():
+    case = CASES["adapted_linears"]
+    args = case.draw("T2-L3-N5-K16-R4", CPU, torch.bfloat16)
+    assert case.work("T2-L3-N5-K16-R4", args, []).moved == 2 * (2 * 16 + 3 * (5 * 16 + 4 * 16 + 5 * 4))
+    copies = copy_args(args)
+    copies[1][2].zero_()
+    assert args[1][2].abs().sum() > 0
 
 
 def test_row_samples_of_one_row_and_of_many():

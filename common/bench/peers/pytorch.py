@@ -72,3 +72,34 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
         F.scaled_dot_product_attention, q[:, :, None], k, v, None if mask is None else mask[:, None, None], scale=scale
     )
     return lambda: attend()[:, :, 0]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[], Any]:
+    return functools.partial(F.linear, x, weight, bias)
+
+
+def norm_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> Callable[[], Any]:
+    def call() -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return F.linear(F.rms_norm(total, norm_weight.shape, norm_weight, eps), weight, bias), total
+
+    return call
+
+
+def gated_norm_linear(
+    y: Tensor, z: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, group_size: int, eps: float
+) -> Callable[[], Any]:
+    def call() -> Tensor:
+        gated = (y * F.silu(z)).unflatten(-1, (-1, group_size))
+        return F.linear(F.rms_norm(gated, (group_size,), None, eps).flatten(-2) * norm_weight, weight, bias)
+
+    return call
+
+
+def adapted_linears(x: Tensor, weights: list[Tensor], a: list[Tensor], b: list[Tensor]) -> Callable[[], Any]:
+    def call() -> list[Tensor]:
+        return [F.linear(x, w) + F.linear(F.linear(x, d), u) for w, d, u in zip(weights, a, b, strict=True)]
+
+    return call

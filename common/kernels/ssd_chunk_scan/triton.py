@@ -36,7 +36,7 @@ def plan(dtype: torch.dtype, device: Architecture) -> Walk | Blocks:
 def _intel(dtype: torch.dtype, matrix_units: bool) -> Blocks:
     """The largest tiles of which Intel's compiler spills no register."""
     if dtype == torch.float32 or not matrix_units:
-        tile = Tile(16, 16, 16, warps=1)
+        tile = Tile(32, 64, 16, warps=4)
         return Blocks(Products("fp32", "ieee", 1), 256, tile, tile, tile)
     products = Products("bf16", "ieee", 3, True) if dtype == torch.bfloat16 else Products("tf32", "tf32", 2, True)
     tile = Tile(64, 64, 32, warps=16, registers=256)
