@@ -99,6 +99,7 @@ class _Loop:
     ) -> None:
         self.model, self.process, self.streamer = model, logits_processor, streamer
         self.sample = config.do_sample
+        self.plain = not self.sample and len(logits_processor) == 0
         self.max_length = stopping_criteria.max_length
         batch, self.prompt = input_ids.shape
         device = input_ids.device
@@ -124,13 +125,14 @@ class _Loop:
             stopped = self.check(tokens, length)
             if stopped is not None or length >= self.max_length:
                 break
-            outputs = self.model(
-                input_ids=tokens[:, None],
-                attention_mask=None if self.mask is None else self.mask[:, :length],
-                cache=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            with graph.borrowed_logits():
+                outputs = self.model(
+                    input_ids=tokens[:, None],
+                    attention_mask=None if self.mask is None else self.mask[:, :length],
+                    cache=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
         while stopped is None and self.slots:
             stopped = self.read()
         if self.streamer is not None:
@@ -139,7 +141,8 @@ class _Loop:
 
     def choose(self, logits: Tensor, length: int) -> Tensor:
         """The next token of each row, [B]; pad where a row has ended."""
-        scores = self.process(self.ids[:, :length], logits.float())
+        # The largest logit is the same in any dtype.
+        scores = logits if self.plain else self.process(self.ids[:, :length], logits.float())
         if self.sample:
             tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1)[:, 0]
         else:
@@ -147,7 +150,7 @@ class _Loop:
         if self.eos is None:
             return tokens
         tokens = torch.where(self.unfinished, tokens, self.pad)
-        self.unfinished = self.unfinished & ~torch.isin(tokens, self.eos)
+        self.unfinished = self.unfinished & (tokens[:, None] != self.eos).all(dim=-1)
         return tokens
 
     def check(self, tokens: Tensor, length: int) -> int | None:

@@ -52,6 +52,19 @@ def use_graphs(enabled: bool) -> Iterator[None]:
         _enabled.reset(token)
 
 
+_borrowed: contextvars.ContextVar[bool] = contextvars.ContextVar("logits_borrowed", default=False)
+
+
+@contextlib.contextmanager
+def borrowed_logits() -> Iterator[None]:
+    """Inside the block captured steps return their own buffer, good until the next step, instead of a copy."""
+    token = _borrowed.set(True)
+    try:
+        yield
+    finally:
+        _borrowed.reset(token)
+
+
 def enabled() -> bool:
     """Whether decode steps may be captured here: not inside `use_graphs(False)`."""
     return _enabled.get()
@@ -206,6 +219,8 @@ class DecodeGraph:
         self.model = weakref.ref(model)
         self.capacity = capacity
         self.stepping = False
+        # Whether the positions in the buffer are those of the next step already.
+        self.counting = False
         self.bound: weakref.ref[Cache] | None = None
         self.released: list[Any] = []
         self._original: list[type] = []
@@ -265,19 +280,32 @@ class DecodeGraph:
         finally:
             self.stepping = False
         self.length.device.add_(1)
+        self.position_ids.add_(1)
         return outputs.logits
 
-    def run(self, cache: Cache, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor) -> Tensor:
-        """One step of `cache`, which has room here; binds it first if it is not bound."""
+    def run(self, cache: Cache, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        """One step of `cache`, which has room here; binds it first if it is not bound.
+
+        Args:
+            mask: [B, tokens] or None, nonzero where a token counts.
+            position_ids: [B, 1]; counted on from the step before, or from the mask or the cache, where None.
+
+        Returns:
+            The logits, [B, 1, vocabulary]: a copy, or inside `borrowed_logits()` what the next step overwrites.
+        """
         if self.bound is None or self.bound() is not cache:
             self.bind(cache)
         self.input_ids.copy_(input_ids)
-        self.position_ids.copy_(position_ids)
-        if attention_mask is not None:
-            self.mask[:, : attention_mask.shape[1]].copy_(attention_mask)
+        if mask is not None:
+            self.mask[:, : mask.shape[1]].copy_(mask)
+        if position_ids is not None:
+            self.position_ids.copy_(position_ids)
+        elif not self.counting:
+            self.position_ids.copy_(self.length.device if mask is None else mask.long().sum(-1, keepdim=True) - 1)
+        self.counting = position_ids is None
         self.replay()
         self.length.host += 1
-        return self.logits.clone()
+        return self.logits if _borrowed.get() else self.logits.clone()
 
     def bind(self, cache: Cache) -> None:
         """Copy a cache into the buffers and make its layers views of them; the one bound before is copied out."""
@@ -298,6 +326,7 @@ class DecodeGraph:
         self.length.device.fill_(length)
         cache.layers[:] = self.layers
         self.bound = weakref.ref(cache)
+        self.counting = False
 
     def release(self) -> None:
         """Give the bound cache, if it is still alive, plain layers with copies of what the buffers hold."""
@@ -452,13 +481,7 @@ def _circumstances(model: Any) -> tuple:
 def _replay(graph: DecodeGraph, kwargs: dict[str, Any]) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    cache, mask, position_ids = kwargs["cache"], kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if position_ids is None:
-        position_ids = (
-            torch.full_like(kwargs["input_ids"], cache.get_seq_length())
-            if mask is None
-            else mask.long().sum(-1, keepdim=True) - 1
-        )
-    logits = graph.run(cache, kwargs["input_ids"], mask, position_ids)
+    cache = kwargs["cache"]
+    logits = graph.run(cache, kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"))
     outputs = CausalLMOutputWithPast(logits=logits, cache=cache)
     return outputs if kwargs.get("return_dict") is not False else outputs.to_tuple()
