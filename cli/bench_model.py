@@ -201,16 +201,18 @@ def _report(
 ) -> None:
     lines = [{"model": name, "layout": what, "dtype": str(dtype).removeprefix("torch."), **environment(device)}]
     lines += [dataclasses.asdict(r) for r in results]
+    lines += [{"explain": dataclasses.asdict(decision)} for decision in ledger]
     if as_json:
         for line in lines:
             print(json.dumps(line))
     else:
-        console = Console()
+        console = Console(width=max(100, Console().width))
         console.print(_table(f"{name} {what}, {lines[0]['dtype']}", results))
         console.print(str(ledger), highlight=False)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        with (out / f"model-{name}-{Path(what).name}.jsonl").open("w") as file:
+        sizes = f"b{'-'.join(str(b) for b in sorted({r.batch for r in results}))}"
+        with (out / f"model-{name}-{Path(what).name}-{sizes}.jsonl").open("w") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
