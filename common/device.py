@@ -55,7 +55,8 @@ ARCHITECTURES = {
 # Parts of device names as the drivers report them, first match wins.
 _XPU_NAMES = (
     ("max", ("data center gpu max", "ponte vecchio")),
-    ("arc-a", ("arc(tm) a", "arc a", "arc(tm) pro a", "dg2", "flex", "meteor", "arrow")),
+    # Meteor Lake's reports plain "Arc(TM) Graphics": the same cores as Arc A, without matrix units.
+    ("arc-a", ("arc(tm) a", "arc a", "arc(tm) pro a", "arc(tm) graphics", "dg2", "flex", "meteor", "arrow")),
     ("xe2", ("arc(tm) b", "arc b", "arc(tm) pro b", "battlemage", "lunar", "140v", "130v", "xe2", "panther")),
 )
 

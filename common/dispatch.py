@@ -335,6 +335,11 @@ class Op:
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not self.differentiable and _needs_grad(args, kwargs):
             # No backward to trace: the compiler differentiates and fuses the reference instead.
+            forced = _forced_now(self.name)
+            if forced not in (None, "reference"):
+                raise BackendError(
+                    f"{self.name}: back end {forced!r} was asked for, and has no backward, which a compiled call needs"
+                )
             return self.reference(*args, **kwargs)
         return self._unpack(self.overload(*args, **kwargs))
 
@@ -405,6 +410,13 @@ class Op:
         if not self._packs:
             return outputs
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+@torch.compiler.assume_constant_result
+def _forced_now(name: str) -> str | None:
+    """The back end forced on an op where it is asked: a compiler cannot trace into context variables."""
+    choices = forced_choices()
+    return choices[name] if name in choices else choices.get(_EVERY_OP)
 
 
 def _needs_grad(args: Sequence, kwargs: dict) -> bool:

@@ -91,15 +91,18 @@ class Kernel:
             # Interpreted, intercepted or faked.
             self.function[grid](*args, **constants)
             return
+        index = first.device.index
         seen, passed = _specialize(args, addresses=first.is_cuda)
-        key = (first.device.index, *seen, *constants.items())
+        key = (index, *seen, *constants.items())
         kept = self._kept.get(key)
         if kept is None:
             compiled = self.function[grid](*args, **constants)
             self._kept[key] = compiled, tuple(constants[name] for name in self._names[len(args) :])
             return
         compiled, tail = kept
-        compiled[(*grid, 1, 1)[:3]](*passed, *tail)
+        # Triton asks for the stream itself where it is None.
+        stream = torch._C._cuda_getCurrentRawStream(index) if first.is_cuda else None
+        compiled[(*grid, 1, 1)[:3]](*passed, *tail, stream=stream)
 
 
 def _specialize(args: tuple, addresses: bool) -> tuple[list, list]:
@@ -114,13 +117,14 @@ def _specialize(args: tuple, addresses: bool) -> tuple[list, list]:
     for value in args:
         kind = type(value)
         if kind is int:
-            wide = not -(2**31) <= value < 2**31
-            seen.append(1 if value == 1 else (wide, value % 16 == 0))
+            # 1 is a constant; else what counts is whether 16 divides it and whether it needs 64 bits.
+            seen.append("1" if value == 1 else (value & 15 == 0) + 2 * (value >> 31))
         elif kind is float or value is None or kind is bool:
             seen.append(kind)
         else:
             address = value.data_ptr()
-            seen.append((value.dtype, address % 16 == 0))
+            seen.append(value.dtype)
+            seen.append(address & 15)
             if addresses:
                 value = address
         passed.append(value)

@@ -27,7 +27,7 @@ from xpu_ports.common.configuration import (
 @strict
 class ToyConfig(PreTrainedConfig):
     model_type = "toy"
-    attribute_map = {"hidden_size": "width"}
+    attribute_map = {"num_heads": "heads"}
 
     width: int = 8
     heads: int = 2
@@ -94,7 +94,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str | None, str, str]] = {
     "another-model": ({"model_type": "llama"}, "model_type", "'toy'", "'llama'"),
     "no-model": ({"model_type": None}, "model_type", "'toy'", "None"),
     "value": ({"width": 0}, "width", "an integer >= 1", "0"),
-    "value-by-its-other-name": ({"hidden_size": 0}, "width", "an integer >= 1", "0"),
+    # The class would divide by it.
+    "value-by-its-other-name": ({"num_heads": 0}, "heads", "an integer >= 1", "0"),
     "switch": ({"fast": "yes"}, "fast", "True or False", "'yes'"),
     "relation": ({"heads": 3}, "heads", "a divisor of width", "3"),
     "computed": ({"head_dim": 5}, "head_dim", "4, which follows from the other fields", "5"),

@@ -171,6 +171,16 @@ def test_fault(tmp_path: Path, model: MixedHead, fault: str) -> None:
     )  # fmt: skip
 
 
+def test_a_rule_that_makes_what_the_model_does_not_have(
+    tmp_path: Path, model: MixedHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = [rule for rule in MixedHead._weight_rules if not isinstance(rule, Split)]
+    rules.append(Split("layers.{i}.qk", ("model.layers.{i}.q", "model.layers.{i}.v"), shares=(2, 1)))
+    monkeypatch.setattr(MixedHead, "_weight_rules", tuple(rules))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.qk: expected parts of MixedHead, found model\.layers\.0\.v"):
+        MixedHead.from_pretrained(write(tmp_path, model, files_of(model)))
+
+
 def test_patterns_match_whole_keys() -> None:
     pattern = KeyPattern("a.{i}.b.{rest...}")
     assert pattern.match("a.10.b.c.d") == {"i": "10", "rest": "c.d"}

@@ -34,6 +34,7 @@ def _ask_again() -> Iterator[None]:
         ("Intel(R) Arc(TM) 140V GPU (16GB)", "xe2"),
         ("Intel(R) Arc(TM) Pro A60 Graphics", "arc-a"),
         ("Intel(R) Data Center GPU Flex 170", "arc-a"),
+        ("Intel(R) Arc(TM) Graphics", "arc-a"),
         ("Intel(R) Graphics [0xe20b]", "xe2"),
         ("", "xe2"),
     ],

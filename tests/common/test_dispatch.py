@@ -728,3 +728,15 @@ def test_overhead(grad: bool) -> None:
         while len(medians) < 60 and min(medians, default=1.0) > LARGEST_OVERHEAD:
             medians.append(statistics.median(seconds(op) - seconds(fast) for _ in range(25)))
     assert min(medians) <= LARGEST_OVERHEAD, f"{min(medians) * 1e6:.1f} us"
+
+
+def test_a_forced_back_end_without_backward_is_not_swapped_when_compiled(scale: Op) -> None:
+    """Eager raises; a compiled call must not run the reference quietly instead."""
+    torch._dynamo.reset()
+    x = torch.randn(3, requires_grad=True)
+    compiled = torch.compile(lambda x: scale(x).sum(), fullgraph=True, backend="aot_eager")
+    with use_backend("first"), pytest.raises(torch._dynamo.exc.Unsupported, match="BackendError"):
+        compiled(x)
+    torch._dynamo.reset()
+    compiled(x).backward()
+    assert x.grad is not None
