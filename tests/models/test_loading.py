@@ -21,6 +21,7 @@ from xpu_ports.common.weights import CheckpointError, expected_tensors
 from xpu_ports.models.zamba2 import Zamba2ForCausalLM, Zamba2Model
 from xpu_ports.models.zamba2.configuration_checks import ZAMBA2_CHECKS
 from xpu_ports.models.zamba2.layouts import LAYOUTS, layout_config
+from xpu_ports.models.zamba2.modeling_zamba2 import ACTIVATIONS
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-zamba2"
 
@@ -206,6 +207,10 @@ def test_what_config_json_must_not_say(folder: Path, fault: str) -> None:
     assert error.found.startswith(found)
 
 
+def test_the_activations_allowed_are_those_the_model_computes() -> None:
+    assert ZAMBA2_CHECKS.fields["hidden_act"].text == " or ".join(map(repr, ACTIVATIONS))
+
+
 def test_layers_of_a_config_changed_by_hand(folder: Path) -> None:
     config = Zamba2Config.from_pretrained(folder)
     config.num_hidden_layers = 9
@@ -325,6 +330,15 @@ def test_damaged_file(folder: Path, damage: Callable[[Path], Any], expected: str
     error = error_of(folder)
     assert (error.file, error.key) == (str(folder / "model.safetensors"), None)
     assert (error.expected, error.found) == (expected, found)
+
+
+def test_damaged_file_where_transformers_would_read_the_dtype_from_it(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert Zamba2ForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    (folder / "model.safetensors").write_bytes(b"")
+    assert error_of(folder).found == "an empty file"
 
 
 def test_missing_files(folder: Path) -> None:
