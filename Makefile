@@ -4,7 +4,8 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
-# The torch to install where the venv has none. The CPU build by default; any requirement that pip takes.
+# What pip installs as torch where the venv has none: the CPU build by default. Options may follow the requirement:
+# TORCH="torch --index-url https://download.pytorch.org/whl/xpu"
 TORCH ?=
 CPU_TORCH := 2.13.0
 PYTEST_ARGS ?=
@@ -24,7 +25,7 @@ $(VENV)/.core: pyproject.toml setup.py
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "Python 3.11 or newer is needed, $(PYTHON) is older: make demo PYTHON=python3.11"; exit 2; }
 	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing torch"; \
-	    if [ -n "$(TORCH)" ]; then $(PIP) install "$(TORCH)"; else \
+	    if [ -n "$(TORCH)" ]; then $(PIP) install $(TORCH); else \
 	    $(PIP) install "torch==$(CPU_TORCH)+cpu" 2>/dev/null \
 	    || $(PIP) install "torch==$(CPU_TORCH)" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
 	    || $(PIP) install "torch==$(CPU_TORCH)"; fi; }
@@ -44,8 +45,9 @@ demo: $(VENV)/.core
 	@$(VENV)/bin/xpu-ports generate checkpoints/tiny-zamba2 "And God said unto Moses," \
 	    --max-new-tokens 120 --explain
 
+# A thread a process: the tests' tensors are small.
 test: $(VENV)/.dev lint
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n auto $(PYTEST_ARGS)
 	@test -x .venv-xpu/bin/python || echo "The XPU check was not run: make xpu-check sets it up and runs it."
 
 lint: $(VENV)/.dev
@@ -54,6 +56,12 @@ lint: $(VENV)/.dev
 
 typecheck: $(VENV)/.dev
 	@$(PY) -m mypy
+
+xpu-check:
+	@PYTHON=$(PYTHON) bash xpu_offline/check.sh
+
+xpu-test: $(VENV)/.dev
+	@PY=$(PY) bash xpu_offline/card.sh
 
 wheel: $(VENV)/.core
 	@$(PIP) wheel --no-deps -w dist .
