@@ -476,6 +476,12 @@ def _ssd(T: int = 5) -> tuple:
     )
 
 
+def _kda(B: int, T: int) -> tuple:
+    """q, k, v, g and beta; V is not K."""
+    q, k, g = torch.randn(3, B, T, 2, 4)
+    return q, k, torch.randn(B, T, 2, 3), -g.abs(), torch.rand(B, T, 2)
+
+
 # Arguments of one call of each op, and of one with the options that change its outputs.
 CALLS: dict[str, Callable[[], tuple]] = {
     "rms_norm": lambda: (torch.randn(3, 8), torch.randn(8)),
@@ -502,10 +508,16 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "concat_rms_norm with residual": lambda: (*(torch.randn(3, 8) for _ in range(3)), torch.randn(16)),
     "gated_activation": lambda: (torch.randn(3, 8), torch.randn(3, 8), "gelu"),
     "rotary_embedding": lambda: (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8), *torch.randn(2, 1, 3, 4)),
+    "kda_gate": lambda: (torch.randn(2, 3, 2, 4), torch.randn(2), torch.randn(8)),
+    "kda_gate with a bound": lambda: (torch.randn(2, 3, 2, 4), torch.randn(2), None, -5.0),
+    "chunk_kda": lambda: (*_kda(1, 5), None, 0.5),
+    "chunk_kda from a state": lambda: (*_kda(2, 70), torch.randn(2, 2, 4, 3), 0.5, True),
+    "recurrent_kda": lambda: (torch.randn(2, 2, 4, 3), *_kda(2, 3), 0.5, True, torch.tensor([[1, 0, 1], [1, 1, 0]])),
     "decode_attention": lambda: (torch.randn(2, 4, 8), *torch.randn(2, 2, 2, 5, 8), None, 0.5),
     "decode_attention with a mask": lambda: (torch.randn(2, 4, 8), *torch.randn(2, 2, 2, 5, 8), torch.zeros(2, 5), 0.5),
 }
 MUTATING = {
+    "recurrent_kda": {"state"},
     "causal_conv1d_update": {"state"},
     "selective_state_update": {"state"},
     "mamba2_decode_step": {"conv_state", "state"},
