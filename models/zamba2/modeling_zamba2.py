@@ -41,6 +41,7 @@ from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm, project, project_adapted
+from xpu_ports.common.sequence import eager_attention, last_inputs, mask_of_tokens
 from xpu_ports.common.weights import StrictLoading
 from xpu_ports.models.zamba2.configuration_checks import ZAMBA2_CHECKS
 
@@ -168,31 +169,6 @@ class Zamba2MambaMixer(nn.Module):
         return x.unflatten(-1, (self.H, self.P)), B.unflatten(-1, (self.G, self.N)), C.unflatten(-1, (self.G, self.N))
 
 
-def last_inputs(x: Tensor, state: Tensor | None, mask: Tensor | None, W: int) -> Tensor:
-    """The last W inputs that count, newest last: what the convolution must know of the past.
-
-    Args:
-        x: [B, T, D], the new inputs.
-        state: [B, D, W], the ones before, or None for zeros.
-        mask: [B, T], nonzero where an input counts, or None.
-        W: how many.
-
-    Returns:
-        [B, D, W].
-    """
-    x = x.transpose(1, 2)
-    if mask is None and x.shape[2] >= W:
-        return x[:, :, -W:]
-    before = x.new_zeros(x.shape[0], x.shape[1], W) if state is None else state[:, :, -W:]
-    window = torch.cat([before, x[:, :, -W:] if mask is None else x], dim=-1)
-    if mask is None:
-        return window[:, :, -W:]
-    positions = torch.arange(window.shape[2], device=x.device)
-    counts = torch.cat([mask.new_ones(mask.shape[0], W), mask], dim=-1).bool()
-    last = torch.where(counts, positions, -1).sort(dim=-1).values[:, None, -W:]  # [B, 1, W]
-    return window.gather(2, last.expand(-1, window.shape[1], -1))
-
-
 class Adapters(nn.ModuleList):
     """Low-rank additions to a shared projection, one for each place where its block runs (report, section 2.3).
 
@@ -272,26 +248,6 @@ class Zamba2Attention(nn.Module):
         dropout = self.config.attention_dropout if self.training else 0.0
         y, weights = attend(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return project(self.o_proj, y.flatten(2)), weights
-
-
-def eager_attention(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attention written out, which also gives the weights; the interface is transformers'."""
-    k, v = (t.repeat_interleave(module.num_key_value_groups, dim=1) for t in (k, v))
-    scores = q @ k.transpose(2, 3) * scaling
-    if mask is not None:
-        scores = scores + mask
-    weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ v).transpose(1, 2), weights
 
 
 class Zamba2MLP(nn.Module):
@@ -517,20 +473,6 @@ def count_positions(x0: Tensor, attention_mask: Tensor | dict | None, cache: Cac
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
     return (torch.arange(T, device=x0.device) + past)[None]
-
-
-def mask_of_tokens(attention_mask: Tensor | None, T: int) -> Tensor | None:
-    """The mask of the T new tokens, [B, T], or None where all count.
-
-    One token a row is masked without looking at the values, which would wait for the device; more than one is a
-    prefill, where one look saves the masking in every layer.
-    """
-    if attention_mask is None or attention_mask.dim() != 2:
-        return None
-    mask = attention_mask[:, -T:]
-    if T > 1 and not torch.compiler.is_compiling() and bool(mask.all()):
-        return None
-    return mask
 
 
 class Zamba2ForCausalLM(Zamba2PreTrainedModel, CapturedGeneration, GenerationMixin):
