@@ -180,8 +180,8 @@ def load_config(
         raise CheckpointError(where, "model_type", repr(config_class.model_type), repr(found))
     checks = checks or ConfigChecks()
     overrides = overrides or {}
-    values = {config_class.attribute_map.get(name, name): value for name, value in {**raw, **overrides}.items()}
-    _check_values(values, checks, where)
+    # Before the class sees them, which may break on them without a word on which one it was.
+    _check_values({**raw, **overrides}, checks, where)
     config = _build(config_class, raw, overrides, where)
     check_config(config, checks, where)
     check_file(config, raw, checks, where)

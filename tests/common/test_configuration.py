@@ -93,8 +93,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str | None, str, str]] = {
     # What config.json says, then: the key named, and what is said to be expected, and found.
     "another-model": ({"model_type": "llama"}, "model_type", "'toy'", "'llama'"),
     "no-model": ({"model_type": None}, "model_type", "'toy'", "None"),
+    "value-that-the-class-divides-by": ({"heads": 0}, "heads", "an integer >= 1", "0"),
     "value": ({"width": 0}, "width", "an integer >= 1", "0"),
-    # The class would divide by it.
     "value-by-its-other-name": ({"num_heads": 0}, "heads", "an integer >= 1", "0"),
     "switch": ({"fast": "yes"}, "fast", "True or False", "'yes'"),
     "relation": ({"heads": 3}, "heads", "a divisor of width", "3"),
