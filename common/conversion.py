@@ -56,10 +56,11 @@ pattern = functools.lru_cache(maxsize=None)(KeyPattern)
 
 @dataclass(frozen=True)
 class Rename:
-    """One tensor under another name."""
+    """One tensor under another name; with `saved` off a name that some files have and saving does not write."""
 
     file: str
     model: str
+    saved: bool = True
 
     def __post_init__(self) -> None:
         _check_names((self.file,), self.model)
@@ -157,7 +158,8 @@ class _Renaming(WeightRenaming):
     __slots__ = ("backward", "rules")
 
     def __init__(self, rules: tuple[Rename, ...], backward: bool = False) -> None:
-        files, models = [rule.file for rule in rules], [rule.model for rule in rules]
+        used = [rule for rule in rules if rule.saved or not backward]
+        files, models = [rule.file for rule in used], [rule.model for rule in used]
         super().__init__(*((models, files) if backward else (files, models)))
         self.rules, self.backward = rules, backward
 

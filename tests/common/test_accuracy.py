@@ -158,3 +158,10 @@ def test_oracle_runs_in_double_on_copies() -> None:
 def test_assert_close_returns_the_error() -> None:
     out, reference, exact = triple(torch.bfloat16)
     assert isinstance(assert_close(out, reference, exact), accuracy.Error)
+
+
+def test_integers_have_no_tolerance() -> None:
+    indices = torch.tensor([[7, 300]])
+    assert measure(indices, indices, indices).allowed == 0
+    assert measure(indices, indices, indices).within
+    assert not measure(indices + torch.tensor([[0, 1]]), indices, indices).within

@@ -42,6 +42,7 @@ class MixedPreTrained(StrictLoading):
     _weight_rules = (
         Rename("embed.weight", "model.embed.weight"),
         Rename("layers.{i}.attn_norm.{rest...}", "model.layers.{i}.norm.{rest...}"),
+        Rename("layers.{i}.ln.{rest...}", "model.layers.{i}.norm.{rest...}", saved=False),
         Fuse(
             ("layers.{i}.experts.{e}.w1", "layers.{i}.experts.{e}.w3"), "model.layers.{i}.gate_up", dim=1, stack="e"
         ),
@@ -108,11 +109,26 @@ def test_files_in_the_models_own_layout_load_too(tmp_path: Path, model: MixedHea
     assert same(MixedHead.from_pretrained(write(tmp_path, model, dict(model.state_dict()))), model)
 
 
-@pytest.mark.parametrize("source", ["fresh", "rules", "own"])
+def test_names_that_saving_does_not_write_load(tmp_path: Path, model: MixedHead) -> None:
+    tensors = {key.replace("attn_norm", "ln"): t for key, t in files_of(model).items()}
+    assert same(MixedHead.from_pretrained(write(tmp_path, model, tensors)), model)
+
+
+def test_both_names_of_a_tensor_at_once(tmp_path: Path, model: MixedHead) -> None:
+    tensors = files_of(model)
+    tensors["layers.1.ln.weight"] = tensors["layers.1.attn_norm.weight"].clone()
+    with pytest.raises(CheckpointError) as error:
+        MixedHead.from_pretrained(write(tmp_path, model, tensors))
+    assert error.value.expected == "one tensor for model.layers.1.norm.weight"
+
+
+@pytest.mark.parametrize("source", ["fresh", "rules", "own", "other names"])
 def test_saving_writes_the_rules_layout(tmp_path: Path, model: MixedHead, source: str) -> None:
     loaded = model
     if source != "fresh":
-        tensors = files_of(model) if source == "rules" else dict(model.state_dict())
+        tensors = dict(model.state_dict()) if source == "own" else files_of(model)
+        if source == "other names":
+            tensors = {key.replace("attn_norm", "ln"): t for key, t in tensors.items()}
         loaded = MixedHead.from_pretrained(write(tmp_path, model, tensors))
     loaded.save_pretrained(tmp_path / "saved")
     saved, expected = load_file(tmp_path / "saved" / "model.safetensors"), files_of(model)
