@@ -59,8 +59,9 @@ class Program:
         self.lanes = lanes
         self.shared = shared
         code = spirv.for_cpu(code)
-        # A kernel that asks for the number of programs has to be launched over its whole grid.
-        self.one_by_one = not spirv.uses_grid_size(code)
+        # A kernel that asks for the number of programs has to be launched over its whole grid, and so has one whose
+        # program ids cannot be set.
+        self.one_by_one = spirv.has_program_ids(code) and not spirv.uses_grid_size(code)
         if self.one_by_one:
             code = spirv.program_id_from_offset(code)
         self.kernel = cl.Kernel(_build(code, cache), name)

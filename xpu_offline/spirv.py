@@ -43,8 +43,17 @@ def for_cpu(spirv: bytes) -> bytes:
 
 def uses_grid_size(spirv: bytes) -> bool:
     """Whether the kernel asks how many programs there are (`tl.num_programs`)."""
+    return _has_variable(spirv, _NUM_WORKGROUPS)
+
+
+def has_program_ids(spirv: bytes) -> bool:
+    """Whether program ids are read from a variable. A kernel without calls into the device library calls a function."""
+    return _has_variable(spirv, _WORKGROUP_ID)
+
+
+def _has_variable(spirv: bytes, builtin: int) -> bool:
     return any(
-        opcode == _DECORATE and operands[1:3] == [_BUILTIN, _NUM_WORKGROUPS]
+        opcode == _DECORATE and operands[1:3] == [_BUILTIN, builtin]
         for _, opcode, operands in _instructions(_words(spirv))
     )
 
