@@ -3,7 +3,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check --quiet
+PIP := $(PY) -m pip --disable-pip-version-check -qq
 # What pip installs as torch where the venv has none: the CPU build by default. Options may follow the requirement:
 # TORCH="torch --index-url https://download.pytorch.org/whl/xpu"
 TORCH ?=
