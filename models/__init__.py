@@ -6,6 +6,10 @@ import importlib
 
 # Model type -> (its config's name, Auto class -> our class). Looked up by name, so that nothing is imported early.
 PORTS = {
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {"AutoModel": "KimiLinearModel", "AutoModelForCausalLM": "KimiLinearForCausalLM"},
+    ),
     "zamba2": ("Zamba2Config", {"AutoModel": "Zamba2Model", "AutoModelForCausalLM": "Zamba2ForCausalLM"}),
 }
 
