@@ -63,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_make_parametrize_id(config: pytest.Config, val: Any, argname: str) -> str | None:
     """A dict of sizes reads B2-T63-H3, a dtype bf16."""
     if isinstance(val, dict):
-        return "-".join(f"{k}{v}" for k, v in val.items())
+        # Not the numbers in a tensor: processes that share the tests must agree on the ids.
+        return "-".join(k if isinstance(v, torch.Tensor) else f"{k}{v}" for k, v in val.items())
     return _DTYPES.get(val) if isinstance(val, torch.dtype) else None
 
 

@@ -121,6 +121,7 @@ def test_gradients() -> None:
         (dict(gate_up=torch.randn(4, 16, 48).bfloat16().mT), "gate_up is not contiguous"),
         (dict(down=torch.randn(4, 16, 20).bfloat16()), "rows of 20 elements in down, not a multiple of 8"),
     ],
+    ids=["dtypes", "layout", "alignment"],
 )
 def test_refusals(change: dict, why: str) -> None:
     with FakeTensorMode():
