@@ -45,7 +45,7 @@ def published_config(config: KimiLinearConfig) -> KimiLinearConfig:
 
 def _layers(config: Any) -> Fault | None:
     for name in ("layer_types", "mlp_layer_types"):
-        found = len(getattr(config, name))
+        found = len(getattr(config, name) or ())
         if found != config.num_hidden_layers:
             return Fault(name, f"num_hidden_layers = {config.num_hidden_layers} entries", f"{found}")
     return None
