@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xpu_ports.common.device import Architecture, architecture
+from xpu_ports.common.device import Architecture, architecture, grf_options
 from xpu_ports.common.kernels.activations import silu
 from xpu_ports.common.kernels.gated_rms_norm import check_arguments
 from xpu_ports.common.kernels.rms_norm import dims_used, refuses_rows, row_offset
@@ -237,29 +237,44 @@ class Tile:
     block_k: int
     warps: int
     stages: int = 1
+    # Registers a thread, where that can be chosen.
+    registers: int = 128
+
+    def vector(self, itemsize: int, lanes: int) -> int:
+        """Columns that one load gives a lane: 16 bytes, or less where there is less for it."""
+        return max(1, min(16 // itemsize, self.block_k // (self.warps * lanes)))
+
+
+# Outputs of a program, columns of a lane and registers by M, on Intel GPUs: the largest tiles that do not spill.
+_INTEL = {1: (4, 8, 128), 2: (4, 2, 128), 4: (4, 2, 128), 8: (2, 2, 256)}
 
 
 def tile(arch: Architecture, M: int, N: int, K: int, itemsize: int) -> Tile:
     """The tile of a call: N is of all its layers, M a power of two, K the columns of one group.
 
-    A program's lanes stand along K, 16 bytes each; whatever stands along N and M is held by every lane. NVIDIA's tiles
-    are those that measured best for the layers of a 1.2B model on an H200.
+    A program's lanes stand along K, up to 16 bytes each; whatever stands along N and M is held by every lane. NVIDIA's
+    tiles are those that measured best for the layers of a 1.2B model on an H200.
     """
-    if N <= 1024:
-        block_n, block_k, warps = 1, 2048, 8
-    elif arch.name != "nvidia":
-        block_n, block_k, warps = 4, 2048, 4
-    elif M == 1:
-        block_n, block_k, warps = 2, 1024 if N >= 12000 else 2048, 4
-    elif M == 2:
-        block_n, block_k, warps = 4, 1024 if N >= 12000 else 2048, 4
+    vector, registers = 16 // itemsize, 128
+    if arch.name == "nvidia":
+        if N <= 1024:
+            block_n, block_k, warps = 1, 2048, 8
+        elif M == 1:
+            block_n, block_k, warps = 2, 1024 if N >= 12000 else 2048, 4
+        elif M == 2:
+            block_n, block_k, warps = 4, 1024 if N >= 12000 else 2048, 4
+        else:
+            block_n, block_k, warps = (4, 512, 2) if N >= 12000 else (4, 1024, 4)
     else:
-        block_n, block_k, warps = (4, 512, 2) if N >= 12000 else (4, 1024, 4)
-    vector = 16 // itemsize
+        block_n, columns, registers = _INTEL[M]
+        if N <= 1024 or (M == 8 and arch.name == "arc-a"):
+            block_n, registers = 1, 128
+        vector, warps = min(vector, columns), 4
+        block_k = warps * arch.lanes * vector
     # No more columns than there are, and at least one load for each lane.
     columns = max(vector, next_power_of_2(K))
     warps = max(1, min(warps, columns // (arch.lanes * vector)))
-    return Tile(block_n, min(columns, max(block_k if arch.name == "nvidia" else 0, warps * arch.lanes * vector)), warps)
+    return Tile(block_n, min(columns, max(block_k, warps * arch.lanes * vector)), warps, registers=registers)
 
 
 def _launch(
@@ -293,7 +308,8 @@ def _launch(
     R = 0 if low_rank is None else down.shape[-1]
     sizes, (stride_x, stride_o) = row_strides(x, x if other is None else other)  # type: ignore[misc]
     block_m = next_power_of_2(rows)
-    cut = tile(architecture(x.device), block_m, N, group, x.element_size())
+    arch = architecture(x.device)
+    cut = tile(arch, block_m, N, group, x.element_size())
     last = MOST_LAYERS - len(weights)
     weights, ups, outputs = ([*ts, *ts[-1:] * last] for ts in (weights, ups, outputs))
     # At least one, which writes the sum.
@@ -332,9 +348,10 @@ def _launch(
             BLOCK_N=cut.block_n,
             BLOCK_K=cut.block_k,
             BLOCK_R=next_power_of_2(R),
-            VECTOR=min(16 // x.element_size(), cut.block_k),
+            VECTOR=cut.vector(x.element_size(), arch.lanes),
             STAGES=cut.stages,
             num_warps=cut.warps,
+            **grf_options(cut.registers, arch),
         )
 
 

@@ -416,11 +416,11 @@ def test_forced_without_a_backward(run: Runner) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("itemsize", [2, 4], ids="{}bytes".format)
 def test_lanes_stand_along_the_columns(name: str, itemsize: int) -> None:
-    """A tile gives every lane whole vectors of 16 bytes, or one warp what there is."""
+    """All lanes of a tile hold equal runs of columns, of 16 bytes at the most, and the tile is not twice too wide."""
     arch = ARCHITECTURES[name]
     for M, N, K in itertools.product((1, 2, 4, 8), (128, 2048, 32000), (1, 3, 64, 257, 2048, 14336)):
         cut = kernel.tile(arch, M, N, K, itemsize)
-        vector = 16 // itemsize
+        vector = cut.vector(itemsize, arch.lanes)
+        assert 1 <= vector <= 16 // itemsize
         assert cut.block_k % (cut.warps * arch.lanes * vector) == 0 or cut.warps == 1
-        assert cut.block_k >= vector
-        assert cut.block_k < 2 * max(K, vector)
+        assert cut.block_k < 2 * max(K, 16 // itemsize)
