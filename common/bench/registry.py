@@ -14,6 +14,7 @@ from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
 from xpu_ports.common.kernels.decode_attention import decode_attention
 from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
+from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
@@ -210,6 +211,11 @@ def _mixer_step(size: Size, draw: Draw) -> Args:
     return zxbcdt, conv_state, state, weight, bias, A_log, D, dt_bias, _weight(draw, H * P), None, G, 1e-5
 
 
+def _mixer_end(size: Size, draw: Draw) -> Args:
+    *step, groups, eps = _mixer_step(size, draw)
+    return *step, _matrix(draw, size["D"], size["H"] * size["P"]), None, groups, eps
+
+
 def _channels_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
     x, weight, bias, *rest = args
     some = torch.arange(0, x.shape[-1], max(1, x.shape[-1] // 64), device=x.device)
@@ -382,6 +388,14 @@ CASES = {
             _batches(1, 32, 256),
             _mixer_step,
             _peers("mamba2_decode_step", "vllm"),
+            _batch_sample(0, 1, 2),
+        ),
+        Case(
+            "mamba2_decode_linear",
+            mamba2_decode_linear,
+            tuple(f"B{B}-{_MIXER}-D2048" for B in (1, 2, 4, 8)),
+            _mixer_end,
+            _peers("mamba2_decode_linear", "vllm"),
             _batch_sample(0, 1, 2),
         ),
     )

@@ -37,10 +37,11 @@ from xpu_ports.common.kernels.causal_conv1d import causal_conv1d
 from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
 from xpu_ports.common.kernels.decode_attention import decode_attention
 from xpu_ports.common.kernels.gated_mlp import gated_activation
+from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
-from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm, project, project_adapted
+from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm, is_plain, project, project_adapted
 from xpu_ports.common.sequence import eager_attention, last_inputs, mask_of_tokens
 from xpu_ports.common.weights import StrictLoading
 from xpu_ports.models.zamba2.configuration_checks import ZAMBA2_CHECKS
@@ -120,15 +121,14 @@ class Zamba2MambaMixer(nn.Module):
         """
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         if state is not None and zxBCdt.shape[1] == 1:
-            y = self.step(zxBCdt, cache.get_conv_state(self.layer_idx), state, mask)
-        else:
-            z, xBC, dt = zxBCdt.split([self.d_inner, self.d_conv, self.H], dim=-1)
-            y = self.norm(self.scan(xBC, dt, cache, state, mask), z)
+            return self.step(zxBCdt, cache.get_conv_state(self.layer_idx), state, mask)
+        z, xBC, dt = zxBCdt.split([self.d_inner, self.d_conv, self.H], dim=-1)
+        y = self.norm(self.scan(xBC, dt, cache, state, mask), z)
         return project(self.out_proj, y)
 
     def step(self, zxBCdt: Tensor, conv_state: Tensor, state: Tensor, mask: Tensor | None) -> Tensor:
-        """One token, the states moved in place and the output normalized; [B, 1, .] gives [B, 1, d_inner]."""
-        y = mamba2_decode_step(
+        """One token, the states moved in place; [B, 1, .] gives [B, 1, D]."""
+        inputs = (
             zxBCdt[:, 0],
             conv_state,
             state,
@@ -139,10 +139,11 @@ class Zamba2MambaMixer(nn.Module):
             self.dt_bias,
             self.norm.weight,
             None if mask is None else mask[:, 0],
-            self.G,
-            GATED_NORM_EPS,
         )
-        return y[:, None]
+        if is_plain(self.out_proj):
+            out = self.out_proj
+            return mamba2_decode_linear(*inputs, out.weight, out.bias, self.G, GATED_NORM_EPS)[:, None]
+        return self.out_proj(mamba2_decode_step(*inputs, self.G, GATED_NORM_EPS)[:, None])
 
     def scan(self, xBC: Tensor, dt: Tensor, cache: Cache | None, state: Tensor | None, mask: Tensor | None) -> Tensor:
         """A sequence or a piece of one; xBC [B, T, d_conv], dt [B, T, H], gives [B, T, d_inner]."""

@@ -35,6 +35,7 @@ SMALL = {
     "ssd_chunk_scan": "B1-T20-H4-P8-N8-G2",
     "selective_state_update": "B5-H4-P8-N8-G2",
     "mamba2_decode_step": "B5-H4-P8-N8-G2",
+    "mamba2_decode_linear": "B5-H4-P8-N8-G2-D12",
 }
 
 

@@ -504,6 +504,11 @@ CALLS: dict[str, Callable[[], tuple]] = {
         *(torch.randn(2, 24), torch.randn(2, 14, 3), torch.randn(2, 2, 4, 3), torch.randn(14, 3), torch.randn(14)),
         *(torch.randn(2), torch.randn(2), torch.randn(2), torch.randn(8), torch.tensor([1, 0])),
     ),
+    "mamba2_decode_linear": lambda: (
+        *(torch.randn(2, 24), torch.randn(2, 14, 3), torch.randn(2, 2, 4, 3), torch.randn(14, 3), torch.randn(14)),
+        *(torch.randn(2), torch.randn(2), torch.randn(2), torch.randn(8), torch.tensor([1, 0])),
+        *(torch.randn(5, 8), torch.randn(5)),
+    ),
     "concat_rms_norm": lambda: (torch.randn(3, 8), None, torch.randn(3, 8), torch.randn(16)),
     "concat_rms_norm with residual": lambda: (*(torch.randn(3, 8) for _ in range(3)), torch.randn(16)),
     "gated_activation": lambda: (torch.randn(3, 8), torch.randn(3, 8), "gelu"),
@@ -521,6 +526,7 @@ MUTATING = {
     "causal_conv1d_update": {"state"},
     "selective_state_update": {"state"},
     "mamba2_decode_step": {"conv_state", "state"},
+    "mamba2_decode_linear": {"conv_state", "state"},
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update as vllm_conv_update
 from vllm.model_executor.layers.mamba.ops.layernorm_gated import rms_norm_gated
@@ -127,3 +128,25 @@ def mamba2_decode_step(
         )
 
     return call
+
+
+def mamba2_decode_linear(
+    zxbcdt: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    mask: None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    n_groups: int,
+    eps: float,
+) -> Callable[[], Any]:
+    step = mamba2_decode_step(
+        zxbcdt, conv_state, state, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, mask, n_groups, eps
+    )
+    return lambda: F.linear(step(), out_weight, out_bias)

@@ -1,9 +1,6 @@
-"""One decode step of a Mamba-2 mixer between its two projections, in two launches.
+"""Two kernels: one has read and moved every state and all but the shared windows; one normalizes and moves those.
 
-    z | xBC | dt = zxbcdt
-    x, B, C = silu(conv(xBC)),   S = exp(g) S + softplus(dt) x B^T,   y = norm((S C + D x) * silu(z)) * weight
-
-Source: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 7.1 and figure 6.
+The norm needs sums over heads, which programs of one launch cannot wait for.
 """
 
 from __future__ import annotations
@@ -12,74 +9,14 @@ import torch
 from torch import Tensor
 
 from xpu_ports.common.device import Architecture, architecture
-from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.activations import silu
-from xpu_ports.common.kernels.causal_conv1d import causal_conv1d_update, convolve_window, move_window, refuses_conv
-from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
-from xpu_ports.common.kernels.selective_state_update import (
-    refuses_state,
-    selective_state_update,
-    step_of_head,
-    tile,
-)
+from xpu_ports.common.kernels.causal_conv1d import convolve_window, move_window, refuses_conv
+from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
+from xpu_ports.common.kernels.selective_state_update import refuses_state, step_of_head, tile
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 
-@op(mutates=("conv_state", "state"))
-def mamba2_decode_step(
-    zxbcdt: Tensor,
-    conv_state: Tensor,
-    state: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    norm_weight: Tensor,
-    mask: Tensor | None,
-    n_groups: int = 1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Convolve, move the state by one token, read it, gate and normalize: one token of every sequence.
-
-    Twelve parameters: a layer has that many tensors, and a torch schema takes no dataclass.
-
-    Args:
-        zxbcdt: [B, 2 H P + 2 G N + H], in_proj's output, columns z | x | B | C | dt; any row stride.
-        conv_state: [B, H P + 2 G N, S] with S >= W - 1, the last inputs of the convolution, newest last. Written.
-        state: [B, H, P, N], fp32 in models. Written.
-        conv_weight: [H P + 2 G N, W], the last column meets the current token.
-        conv_bias: [H P + 2 G N] or None.
-        A_log: [H]; the decay rate is -exp(A_log).
-        D: [H] or None.
-        dt_bias: [H] or None.
-        norm_weight: [H P].
-        mask: [B], nonzero where the token counts; a row whose token does not keeps both states and gives 0.
-        n_groups: G, of B and C and of the norm; divides H.
-        eps: added to the mean square.
-
-    Returns:
-        [B, H P] in zxbcdt's dtype. A kernel rounds once, at the end; the reference after each of its three ops.
-
-    Raises:
-        ValueError: zxbcdt has another number of columns.
-    """
-    _, H, P, N = state.shape
-    inner, grouped = H * P, n_groups * N
-    if zxbcdt.shape[1] != 2 * inner + 2 * grouped + H:
-        raise ValueError(f"zxbcdt has {zxbcdt.shape[1]} columns, expected {2 * inner + 2 * grouped + H}")
-    z, xbc, dt = zxbcdt.split([inner, inner + 2 * grouped, H], dim=-1)
-    xbc = causal_conv1d_update.reference(
-        conv_state, xbc[:, None], conv_weight, conv_bias, None if mask is None else mask[:, None]
-    )[:, 0]
-    x, B, C = xbc.split([inner, grouped, grouped], dim=-1)
-    B, C = (t.unflatten(-1, (n_groups, N)) for t in (B, C))
-    y = selective_state_update.reference(state, x.unflatten(-1, (H, P)), dt, A_log, B, C, D, dt_bias, mask)
-    y = gated_rms_norm.reference(y.flatten(1), z, norm_weight, eps, inner // n_groups)
-    return y if mask is None else torch.where(mask.bool()[:, None], y, 0.0)
-
-
-def _refuses(
+def refuses_step(
     zxbcdt: Tensor,
     conv_state: Tensor,
     state: Tensor,
@@ -93,6 +30,7 @@ def _refuses(
     n_groups: int = 1,
     eps: float = 1e-5,
 ) -> str | None:
+    """Why the kernels cannot take a step with these arguments of the op, or None."""
     if not AVAILABLE:
         return WHY_NOT
     batch, H, P, N = state.shape
@@ -120,8 +58,10 @@ def _step_kernel(
     A_log_ptr,
     D_ptr,
     dt_bias_ptr,
+    norm_weight_ptr,
     mask_ptr,
     gated_ptr,
+    squares_ptr,
     stride_in_b,
     stride_c_b,
     stride_s_b,
@@ -176,6 +116,7 @@ def _step_kernel(
     new_C = tl.load(in_ptr + INNER + at_C, mask=mask_n, other=0.0).to(kept).to(tl.float32)
     z = tl.load(in_ptr + at_x, mask=mask_p, other=0.0).to(tl.float32)
     dt = tl.load(in_ptr + INNER + INNER + 2 * G * N + h).to(tl.float32)
+    weight = tl.load(norm_weight_ptr + at_x, mask=mask_p, other=0.0).to(tl.float32)
     x = silu(
         convolve_window(
             window_ptr, new_x, conv_weight_ptr, conv_bias_ptr, at_x, mask_p, STRIDE_C_D, STRIDE_C_S, W, S, CONV_BIAS
@@ -199,18 +140,50 @@ def _step_kernel(
     if SKIP:
         y += tl.load(D_ptr + h).to(tl.float32) * x
     y = tl.where(mask_p, y * silu(z), 0.0)
+    weighted = y * weight
     moves = mask_p
     if MASK:
         valid = tl.load(mask_ptr + b * stride_m_b) != 0
         y = tl.where(valid, y, 0.0)
+        weighted = tl.where(valid, weighted, 0.0)
         moves = offs_p < tl.where(valid, P, 0)
         mask_pn = mask_pn & moves[:, None]
     tl.store(state_ptrs, state.to(state_ptr.dtype.element_ty), mask=mask_pn)
-    # A row of `gated`: INNER gated outputs, then the sum of squares of each program, by head.
-    gated_ptr += b * (INNER + H * tiles)
-    tl.store(gated_ptr + at_x, y, mask=mask_p)
-    tl.store(gated_ptr + INNER + h * tiles + part, tl.sum(y * y, axis=0))
+    tl.store(gated_ptr + b * INNER + at_x, weighted.to(gated_ptr.dtype.element_ty), mask=mask_p)
+    tl.store(squares_ptr + pid, tl.sum(y * y, axis=0))
     move_window(window_ptr, new_x, at_x, moves, STRIDE_C_D, STRIDE_C_S, S, BLOCK_S)
+
+
+@triton.jit
+def move_group_windows(
+    zxbcdt_ptr,
+    conv_state_ptr,
+    mask_ptr,
+    b,
+    tile,
+    stride_in_b,
+    stride_c_b,
+    stride_m_b,
+    STRIDE_C_D: tl.constexpr,
+    STRIDE_C_S: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUPED: tl.constexpr,
+    S: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Append row b's token to the windows of B and C, GROUPED channels in tiles of BLOCK_C: what `_step_kernel` left.
+
+    The last two dimensions of `conv_state` have strides STRIDE_C_D and STRIDE_C_S.
+    """
+    offs = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_d = INNER + offs
+    mask_d = offs < GROUPED
+    new = tl.load(zxbcdt_ptr + b * stride_in_b + INNER + offs_d, mask=mask_d, other=0.0)
+    if MASK:
+        mask_d = offs < tl.where(tl.load(mask_ptr + b * stride_m_b) != 0, GROUPED, 0)
+    move_window(conv_state_ptr + b * stride_c_b, new, offs_d, mask_d, STRIDE_C_D, STRIDE_C_S, S, BLOCK_S)
 
 
 @kernel
@@ -218,9 +191,9 @@ def _step_kernel(
 def _norm_kernel(
     zxbcdt_ptr,
     conv_state_ptr,
-    norm_weight_ptr,
     mask_ptr,
     gated_ptr,
+    squares_ptr,
     y_ptr,
     stride_in_b,
     stride_c_b,
@@ -230,7 +203,7 @@ def _norm_kernel(
     STRIDE_C_S: tl.constexpr,
     INNER: tl.constexpr,
     G: tl.constexpr,
-    N: tl.constexpr,
+    GROUPED: tl.constexpr,
     S: tl.constexpr,
     PARTS: tl.constexpr,
     MASK: tl.constexpr,
@@ -241,36 +214,27 @@ def _norm_kernel(
     """Columns of one group normalized by PARTS sums of squares; the last programs of a row move B's and C's windows."""
     GROUP: tl.constexpr = INNER // G
     tiles: tl.constexpr = (GROUP + BLOCK_D - 1) // BLOCK_D
-    moving: tl.constexpr = (2 * G * N + BLOCK_D - 1) // BLOCK_D
+    moving: tl.constexpr = (GROUPED + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
     b = (pid // (G * tiles + moving)).to(tl.int64)
     pid = pid % (G * tiles + moving)
-    column = tl.arange(0, BLOCK_D)
-    valid = True
-    if MASK:
-        valid = tl.load(mask_ptr + b * stride_m_b) != 0
     if pid < G * tiles:
         g = pid // tiles
-        offs_g = pid % tiles * BLOCK_D + column
+        offs_g = pid % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
         offs_d = g * GROUP + offs_g
         mask_d = offs_g < GROUP
-        gated_ptr += b * (INNER + G * PARTS)
-        y = tl.load(gated_ptr + offs_d, mask=mask_d, other=0.0)
-        weight = tl.load(norm_weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        y = tl.load(gated_ptr + b * INNER + offs_d, mask=mask_d, other=0.0)
         part = tl.arange(0, BLOCK_PARTS)
-        squares = tl.load(gated_ptr + INNER + g * PARTS + part, mask=part < PARTS, other=0.0)
-        y = y * tl.rsqrt(tl.sum(squares, axis=0) / GROUP + eps) * weight
+        squares = tl.load(squares_ptr + (b * G + g) * PARTS + part, mask=part < PARTS, other=0.0)
+        y *= tl.rsqrt(tl.sum(squares, axis=0) / GROUP + eps)
         if MASK:
-            y = tl.where(valid, y, 0.0)
+            y = tl.where(tl.load(mask_ptr + b * stride_m_b) != 0, y, 0.0)
         tl.store(y_ptr + b * INNER + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
     else:
-        offs = (pid - G * tiles) * BLOCK_D + column
-        offs_d = INNER + offs
-        mask_d = offs < 2 * G * N
-        new = tl.load(zxbcdt_ptr + b * stride_in_b + INNER + offs_d, mask=mask_d, other=0.0)
-        if MASK:
-            mask_d = offs < tl.where(valid, 2 * G * N, 0)
-        move_window(conv_state_ptr + b * stride_c_b, new, offs_d, mask_d, STRIDE_C_D, STRIDE_C_S, S, BLOCK_S)
+        move_group_windows(
+            zxbcdt_ptr, conv_state_ptr, mask_ptr, b, pid - G * tiles, stride_in_b, stride_c_b, stride_m_b,
+            STRIDE_C_D, STRIDE_C_S, INNER, GROUPED, S, MASK, BLOCK_D, BLOCK_S,
+        )  # fmt: skip
 
 
 def _tile(arch: Architecture, batch: int, H: int, P: int, N: int) -> tuple[int, int, int]:
@@ -284,7 +248,7 @@ def _tile(arch: Architecture, batch: int, H: int, P: int, N: int) -> tuple[int, 
     return min(2 * block_p, next_power_of_2(P)), block_n, 4
 
 
-@mamba2_decode_step.implement("triton", "xpu", "cuda", refuses=_refuses)
+@mamba2_decode_step.implement("triton", "xpu", "cuda", refuses=refuses_step)
 def mamba2_decode_step_triton(
     zxbcdt: Tensor,
     conv_state: Tensor,
@@ -303,52 +267,83 @@ def mamba2_decode_step_triton(
     y = torch.empty((batch, H * P), dtype=zxbcdt.dtype, device=zxbcdt.device)
     if y.numel() == 0:
         return y
+    with on_device_of(zxbcdt):
+        gated, squares = launch_step(
+            zxbcdt, conv_state, state, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, mask, n_groups,
+            torch.float32,
+        )  # fmt: skip
+        _launch_norm(zxbcdt, conv_state, gated, squares, y, mask, n_groups, N, eps)
+    return y
+
+
+def launch_step(
+    zxbcdt: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    norm_weight: Tensor,
+    mask: Tensor | None,
+    n_groups: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The op up to the norm, in one launch; B's and C's windows are left to `move_group_windows`.
+
+    Returns:
+        (gated, squares): [B, H P] in `dtype`, the gated outputs times the norm's weights; [B, G, parts] in fp32, what
+        adds up to a group's sum of squares of the gated outputs.
+    """
+    batch, H, P, N = state.shape
     block_p, block_n, warps = _tile(architecture(zxbcdt.device), batch, H, P, N)
     tiles = cdiv(P, block_p)
-    gated = torch.empty((batch, H * P + H * tiles), dtype=torch.float32, device=zxbcdt.device)
+    gated = torch.empty((batch, H * P), dtype=dtype, device=zxbcdt.device)
+    squares = torch.empty((batch, n_groups, H * tiles // n_groups), dtype=torch.float32, device=zxbcdt.device)
     stride_c_b, stride_c_d, stride_c_s = conv_state.stride()
-    with on_device_of(zxbcdt):
-        _step_kernel[(tiles * H * batch,)](
-            zxbcdt,
-            conv_state,
-            state,
-            conv_weight,
-            zxbcdt if conv_bias is None else conv_bias,
-            A_log,
-            zxbcdt if D is None else D,
-            zxbcdt if dt_bias is None else dt_bias,
-            zxbcdt if mask is None else mask,
-            gated,
-            zxbcdt.stride(0),
-            stride_c_b,
-            *state.stride()[:3],
-            0 if mask is None else mask.stride(0),
-            STRIDE_C_D=stride_c_d,
-            STRIDE_C_S=stride_c_s,
-            H=H,
-            G=n_groups,
-            P=P,
-            N=N,
-            W=conv_weight.shape[1],
-            S=conv_state.shape[2],
-            CONV_BIAS=conv_bias is not None,
-            SKIP=D is not None,
-            DT_BIAS=dt_bias is not None,
-            MASK=mask is not None,
-            BLOCK_P=block_p,
-            BLOCK_N=block_n,
-            BLOCK_S=next_power_of_2(conv_state.shape[2]),
-            num_warps=warps,
-        )
-        _launch_norm(zxbcdt, conv_state, gated, norm_weight, y, mask, n_groups, N, eps)
-    return y
+    _step_kernel[(tiles * H * batch,)](
+        zxbcdt,
+        conv_state,
+        state,
+        conv_weight,
+        zxbcdt if conv_bias is None else conv_bias,
+        A_log,
+        zxbcdt if D is None else D,
+        zxbcdt if dt_bias is None else dt_bias,
+        norm_weight,
+        zxbcdt if mask is None else mask,
+        gated,
+        squares,
+        zxbcdt.stride(0),
+        stride_c_b,
+        *state.stride()[:3],
+        0 if mask is None else mask.stride(0),
+        STRIDE_C_D=stride_c_d,
+        STRIDE_C_S=stride_c_s,
+        H=H,
+        G=n_groups,
+        P=P,
+        N=N,
+        W=conv_weight.shape[1],
+        S=conv_state.shape[2],
+        CONV_BIAS=conv_bias is not None,
+        SKIP=D is not None,
+        DT_BIAS=dt_bias is not None,
+        MASK=mask is not None,
+        BLOCK_P=block_p,
+        BLOCK_N=block_n,
+        BLOCK_S=next_power_of_2(conv_state.shape[2]),
+        num_warps=warps,
+    )
+    return gated, squares
 
 
 def _launch_norm(
     zxbcdt: Tensor,
     conv_state: Tensor,
     gated: Tensor,
-    norm_weight: Tensor,
+    squares: Tensor,
     y: Tensor,
     mask: Tensor | None,
     n_groups: int,
@@ -356,16 +351,16 @@ def _launch_norm(
     eps: float,
 ) -> None:
     batch, inner = y.shape
-    parts = (gated.shape[1] - inner) // n_groups
+    parts = squares.shape[2]
     stride_c_b, stride_c_d, stride_c_s = conv_state.stride()
     block_d = 512
     programs = n_groups * cdiv(inner // n_groups, block_d) + cdiv(2 * n_groups * N, block_d)
     _norm_kernel[(programs * batch,)](
         zxbcdt,
         conv_state,
-        norm_weight,
         zxbcdt if mask is None else mask,
         gated,
+        squares,
         y,
         zxbcdt.stride(0),
         stride_c_b,
@@ -375,7 +370,7 @@ def _launch_norm(
         STRIDE_C_S=stride_c_s,
         INNER=inner,
         G=n_groups,
-        N=N,
+        GROUPED=2 * n_groups * N,
         S=conv_state.shape[2],
         PARTS=parts,
         MASK=mask is not None,
