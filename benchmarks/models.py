@@ -24,7 +24,7 @@ RUNS = (
 
 
 def main() -> int:
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu", 0)
+    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
     for layout, batches, prompts, new, peer in RUNS:
         bench_model("zamba2", layout, None, device, torch.bfloat16, batches, prompts, new, peer, OUT, as_json=False)
         torch.accelerator.empty_cache()

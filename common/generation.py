@@ -56,8 +56,8 @@ def _takes(model: Any, stopping_criteria: Any, config: GenerationConfig, model_k
     """Whether the loop below does all that this call asks for."""
     cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
     return (
-        graph.graph_class(model.device) is not None
-        and graph.enabled()
+        # On a CPU there is nothing to wait for.
+        (model.device.type != "cpu" or (graph.graph_class(model.device) is not None and graph.enabled()))
         and not model.training
         and not config.return_dict_in_generate
         and not config.is_assistant
