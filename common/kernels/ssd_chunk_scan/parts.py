@@ -189,7 +189,7 @@ def decay_within(scores, g, dt, offs_t, DOT: tl.constexpr):
     """scores[i, j] exp(g[i] - g[j]) dt[j] for j <= i, else 0; g is the log-decay since the tile's start."""
     causal = offs_t[:, None] >= offs_t[None, :]
     if DOT == "fp32":
-        return scores * tl.exp2(tl.where(causal, g[:, None] - g[None, :], float("-inf"))) * dt[None, :]
+        return scores * tl.where(causal, tl.exp2(g[:, None] - g[None, :]) * dt[None, :], 0.0)
     # dt as part of the exponent costs an ulp of g and saves its way into the layout of the scores' columns.
     return scores * tl.exp2(tl.where(causal, g[:, None] - (g - tl.log2(dt))[None, :], float("-inf")))
 
@@ -209,6 +209,16 @@ def operand(x, DOT: tl.constexpr):
 
 
 @triton.jit
+def _leading(x, DOT: tl.constexpr):
+    """(x as an operand, what that leaves of x)."""
+    part = operand(x, DOT)
+    if DOT == "bf16":
+        # Intel's compiler takes a conversion to 16 bits and back for nothing; it does not see through a bitcast.
+        part = part.to(tl.uint16, bitcast=True).to(tl.bfloat16, bitcast=True)
+    return part, x - part.to(tl.float32)
+
+
+@triton.jit
 def add_outer(
     state, x, weight, B, TERMS: tl.constexpr, ROLLED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr
 ):
@@ -217,13 +227,10 @@ def add_outer(
     B = tl.trans(B)
     if ROLLED:
         for _ in range(TERMS):
-            part = operand(rest, DOT)
+            part, rest = _leading(rest, DOT)
             state = tl.dot(B, part, state, input_precision=PRECISION)
-            rest -= part.to(tl.float32)
     else:
-        for term in tl.static_range(TERMS):
-            part = operand(rest, DOT)
+        for _ in tl.static_range(TERMS):
+            part, rest = _leading(rest, DOT)
             state = tl.dot(B, part, state, input_precision=PRECISION)
-            if term + 1 < TERMS:
-                rest -= part.to(tl.float32)
     return state

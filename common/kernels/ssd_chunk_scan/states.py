@@ -183,6 +183,6 @@ def segment_states(call: Call, products: Products, tile: Tile, segment: int, fin
         HAS_INITIAL=call.initial_state is not None,
         BLOCK_P=32,
         BLOCK_N=16,
-        num_warps=4,
+        num_warps=8,
     )
     return states

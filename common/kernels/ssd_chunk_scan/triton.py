@@ -34,13 +34,13 @@ def plan(dtype: torch.dtype, device: Architecture) -> Walk | Blocks:
 
 
 def _intel(dtype: torch.dtype, matrix_units: bool) -> Blocks:
-    """The largest tiles of which Intel's compiler spills no register."""
+    """Tiles of which Intel's compiler spills no register, at the models' sizes and at odd ones."""
     if dtype == torch.float32 or not matrix_units:
-        tile = Tile(32, 64, 16, warps=4)
+        tile = Tile(32, 64, 16, warps=8, registers=256)
         return Blocks(Products("fp32", "ieee", 1), 256, tile, tile, tile)
     products = Products("bf16", "ieee", 3, True) if dtype == torch.bfloat16 else Products("tf32", "tf32", 2, True)
-    tile = Tile(64, 64, 32, warps=16, registers=256)
-    return Blocks(products, 256, Tile(32, 64, 64, warps=16), tile, tile)
+    tile = Tile(32, 64, 32, warps=8, registers=256)
+    return Blocks(products, 256, Tile(32, 64, 64, warps=16, registers=256), tile, tile)
 
 
 def _refuses(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -105,14 +107,54 @@ def test_segments(run: Runner, dtype: torch.dtype) -> None:
     run(**arguments(SEGMENTED, dtype) | dict(initial_state=None))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@FLOATS
-def test_plans(run: Runner, name: str, dtype: torch.dtype) -> None:
-    """Tiles and operands of every architecture; the interpreter takes them all."""
+@contextlib.contextmanager
+def plans_of(name: str, run: Runner) -> Iterator[None]:
+    """Tiles, operands and kernels of an architecture; the interpreter takes them all."""
     if run.target.backend != "triton" or os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("needs the interpreter")
     with use_architecture(name):
+        yield
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@FLOATS
+def test_plans(run: Runner, name: str, dtype: torch.dtype) -> None:
+    with plans_of(name, run):
         run(**arguments(dict(B=1, T=70, H=2, P=64, N=24, G=1), dtype))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_plans_where_nothing_is_even(run: Runner, name: str) -> None:
+    """More than a chunk, channels and columns beyond a tile, two groups."""
+    given = arguments(dict(B=1, T=265, H=2, P=20, N=35, G=2), torch.bfloat16)
+    with plans_of(name, run):
+        run(**given | dict(D=None, dt_bias=None, initial_state=None), dt_min=0.1)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("lengths", [[260, 1, 0, 30], [5, 0, 40, 1]], ids=lambda lengths: "-".join(map(str, lengths)))
+def test_plans_for_packed_sequences(run: Runner, name: str, lengths: list[int]) -> None:
+    size = dict(B=1, T=sum(lengths), H=1, P=16, N=16, G=1)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    with plans_of(name, run):
+        run(**arguments(size, torch.bfloat16) | dict(initial_state=torch.randn(4, 1, 16, 16)), cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("step", [float("nan"), float("inf")])
+@FLOATS
+def test_plans_with_a_step_that_is_no_number(run: Runner, name: str, step: float, dtype: torch.dtype) -> None:
+    """It spoils its own head from its own token on, and nothing else."""
+    given = arguments(dict(B=1, T=75, H=2, P=8, N=8, G=1), dtype)
+    # The first of a chunk of the reference, which spoils a chunk as a whole.
+    given["dt"][0, 48, 1] = step
+    with plans_of(name, run):
+        y, state = run(**given)
+    assert y[0, :48].isfinite().all()
+    assert y[0, :, 0].isfinite().all()
+    assert y[0, 48:, 1].isnan().all()
+    assert state[0, 0].isfinite().all()
+    assert state[0, 1].isnan().all()
 
 
 @pytest.mark.parametrize("left_out", ["D", "dt_bias", "initial_state"])
