@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.driver import DriverBase
 from triton.compiler import ASTSource
+from triton.language import semantic
 from triton.runtime.jit import JITFunction
 
 from xpu_offline import cpu, native
@@ -175,7 +177,8 @@ class Launcher:
     def _build(self) -> cpu.Program:
         m = self.metadata
         options = {"num_warps": m.num_warps, "num_stages": m.num_stages}
-        compiled = triton.compile(self.source, target=CPU, options=options)
+        with _exact_bf16_products():
+            compiled = triton.compile(self.source, target=CPU, options=options)
         self._atomic = "tt.atomic" in compiled.asm["ttir"]
         return cpu.Program(
             compiled.asm["spv"],
@@ -184,6 +187,28 @@ class Launcher:
             compiled.metadata.shared,
             self.driver.cache / "cpu",
         )
+
+
+@contextlib.contextmanager
+def _exact_bf16_products() -> Iterator[None]:
+    """Inside, tl.dot takes bf16 operands as the fp32 numbers that they are.
+
+    For a device without matrix units Triton 3.3 itself takes them to fp32 by way of fp16: what is below 3e-5 is lost
+    and what is above 65504 is cut. Matrix units read bf16 as it is.
+    """
+    dot = semantic.dot
+
+    def widened(a: Any, b: Any, *rest: Any) -> Any:
+        builder = rest[-1]
+        if a.dtype.is_bf16() and b.dtype.is_bf16():
+            a, b = (semantic.cast(t, tl.float32, builder) for t in (a, b))
+        return dot(a, b, *rest)
+
+    semantic.dot = widened
+    try:
+        yield
+    finally:
+        semantic.dot = dot
 
 
 def install(record: Record, cache: pathlib.Path) -> OfflineDriver:

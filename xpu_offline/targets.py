@@ -54,4 +54,5 @@ TARGETS = {
 }
 
 # What runs here: code of the same back end without matrix instructions and 2D block reads, which a CPU can run too.
-CPU = _gpu("CPU", [16, 32], 64, False, True)
+# The name is part of the cache's key, and says what `xpu_offline.driver` changes in the code.
+CPU = _gpu("CPU, bf16 products in fp32", [16, 32], 64, False, True)
