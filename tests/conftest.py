@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 
+# Triton decides when a kernel is decorated whether it is interpreted, its own when it is imported: before all below.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.accelerator.is_available() else "1")
+
 from tests.common.ops import Runner, Target, round_to_nearest_bfloat16, targets
 from xpu_ports.common.dispatch import OPS
-
-# Triton decides when a kernel is decorated whether it is interpreted, so this comes before any import of one.
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.accelerator.is_available() else "1")
 
 _DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

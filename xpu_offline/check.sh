@@ -5,39 +5,34 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 bash xpu_offline/setup.sh
-python=.venv-xpu/bin/python
-seen=.venv-xpu/observations
-tests=(xpu_offline/model_sizes.py)
-for folder in tests/common/kernels tests/quant; do
-    [ -d "$folder" ] && tests+=("$folder")
-done
+export python=$PWD/.venv-xpu/bin/python OMP_NUM_THREADS=1
+export seen=$PWD/.venv-xpu/observations
 rm -rf "$seen"
 mkdir -p "$seen"
 "$python" -m xpu_offline.lint || failed=1
 
-# One process a core, each with a part of the tests.
-parts=${XPU_CHECK_PROCESSES:-$(nproc)}
-export OMP_NUM_THREADS=1
-pids=()
-for ((i = 0; i < parts; i++)); do
-    "$python" -m pytest -p xpu_offline.plugin --backend xpu-offline -q --tb=short -p no:cacheprovider \
-        --xpu-shard "$i/$parts" --xpu-observations "$seen/$i.json" "${tests[@]}" "$@" >"$seen/$i.log" 2>&1 &
-    pids+=($!)
-done
-for ((i = 0; i < parts; i++)); do
-    # 5: no test in this part.
-    wait "${pids[i]}" || [ $? = 5 ] || failed=1
-done
-for ((i = 0; i < parts; i++)); do
-    echo "--- part $((i + 1)) of $parts"
-    tail -n "${XPU_CHECK_LINES:-60}" "$seen/$i.log"
-    if [ ! -e "$seen/$i.json" ]; then
-        echo "FAIL the compiler or the code took the process down; what was compiled last:"
-        cat "$seen/$i.json.compiling"
-        failed=1
-        echo '[]' >"$seen/$i.json"
+# One process a file of tests, since the compiler or the code can take a process down; as many at once as there are cores.
+run() {
+    local file=$1 name log
+    shift
+    name=$(basename "$file" .py)
+    log=$seen/$name.log
+    local status=0
+    "$python" -m pytest -p xpu_offline.plugin --backend xpu-offline -q --tb=short --capture=sys -p no:cacheprovider \
+        --xpu-observations "$seen/$name.json" tests/conftest.py "$file" "$@" >"$log" 2>&1 || status=$?
+    # 5: no test of the file takes part.
+    [ $status = 0 ] || [ $status = 5 ] || echo "$file: exit status $status" >>"$seen/failed"
+    if [ ! -e "$seen/$name.json" ]; then
+        echo '[]' >"$seen/$name.json"
+        echo "FAILED $file: the process ended; compiled last: $(cat "$seen/$name.json.compiling")" >>"$log"
     fi
-done
+    echo "--- $file"
+    grep -v "^sycl_arch not recognized" "$log" | grep "^FAILED\|^ERROR\|rror:\|passed\|failed" | tail -n 60
+}
+export -f run
+find tests/common/kernels tests/quant xpu_offline/model_sizes.py -name "test_*.py" -o -name model_sizes.py 2>/dev/null |
+    xargs -P "${XPU_CHECK_PROCESSES:-$(nproc)}" -I{} bash -c 'run "$@"' run {} "$@"
 "$python" -m xpu_offline.report "$seen"/*.json --markdown docs/xpu_conformance.md --json docs/xpu_conformance.json \
     || failed=1
+[ ! -e "$seen/failed" ] || { cat "$seen/failed" && failed=1; }
 exit "${failed:-0}"

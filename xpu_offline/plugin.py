@@ -10,11 +10,9 @@ for them. What was seen is written to `--xpu-observations`.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pathlib
 import sys
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,16 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PATH",
         help="where to write what was seen of each kernel",
     )
-    parser.addoption(
-        "--xpu-shard",
-        default="0/1",
-        metavar="I/N",
-        help="run the I-th of N parts of the tests (from 0); all architectures of a test are in one part",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    faulthandler.enable()
     observations = config.getoption("--xpu-observations")
     RECORD.breadcrumb = observations.with_name(observations.name + ".compiling")
     install(RECORD, CACHE)
@@ -81,12 +72,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = (int(n) for n in config.getoption("--xpu-shard").split("/"))
     ours = [i for i in items if hasattr(i, "callspec") and "xpu_architecture" in i.callspec.params]
     if not config.getoption("--full", default=False):
         ours = _narrowed([i for i in ours if not i.get_closest_marker("full")])
-    # Architectures share code, and so do the tests of one function.
-    ours = [i for i in ours if zlib.crc32(f"{i.path.name}::{i.originalname}".encode()) % parts == part]
     kept = set(ours)
     config.hook.pytest_deselected(items=[i for i in items if i not in kept])
     items[:] = ours
@@ -119,6 +107,13 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
     RECORD.new_test()
     with use_architecture(item.callspec.params["xpu_architecture"]):
         return (yield)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what failed: a later test may take the process down."""
+    if report.failed:
+        message = report.longrepr.reprcrash.message if hasattr(report.longrepr, "reprcrash") else str(report.longrepr)
+        print(f"\nFAILED {report.nodeid}: {message.strip()[:300]}", file=sys.__stdout__, flush=True)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.activations import silu
+from xpu_ports.common.kernels.rounding import rounded
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 ACTIVATIONS = ("silu", "identity")
@@ -332,7 +333,7 @@ def _causal_conv1d_update_kernel(
     for t in range(T):
         # The window holds the inputs in its own dtype, the newest one too.
         new = tl.load(x_ptr + offs_d.to(tl.int64) * stride_x_d + t * stride_x_t, mask=mask_d, other=0.0)
-        new = new.to(state_ptr.dtype.element_ty).to(tl.float32)
+        new = rounded(new.to(tl.float32), state_ptr).to(tl.float32)
         y = convolve_window(state_ptr, new, weight_ptr, bias_ptr, offs_d, mask_d, STRIDE_D, STRIDE_S, W, S, BIAS)
         if SILU:
             y = silu(y)

@@ -14,6 +14,7 @@ from torch import Tensor
 from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.rms_norm import LARGEST_ROW, dims_used, refuses_rows, rms_norm, row_offset, tile
+from xpu_ports.common.kernels.rounding import rounded
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
 
@@ -95,7 +96,8 @@ def _concat_rms_norm_kernel(
     # s = x + residual
     if ADD:
         offs_r = row_offset(offs_m, n1, n2, stride_r_0, stride_r_1, stride_r_2, DIMS)[:, None] + offs_d[None, :]
-        total = (x + tl.load(residual_ptr + offs_r, mask=mask, other=0.0).to(tl.float32)).to(total_ptr.dtype.element_ty)
+        residual = tl.load(residual_ptr + offs_r, mask=mask, other=0.0).to(tl.float32)
+        total = rounded(x + residual, total_ptr)
         tl.store(total_ptr + offs_m.to(tl.int64)[:, None] * D + offs_d[None, :], total, mask=mask)
         x = total.to(tl.float32)
     # y = [s | x0] * rsqrt(mean over both) * weight
