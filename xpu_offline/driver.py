@@ -144,7 +144,10 @@ class Launcher:
                 native.compile_native, code.spirv, target.native, code.flags, self.driver.cache / "native"
             )
             seen.natives[key] = (future, self._words(code))
-        if _compile_only.get() or 0 in (x, y, z):
+        if _compile_only.get():
+            seen.at_model_sizes.add(key)
+            return
+        if 0 in (x, y, z):
             return
         if self._program is None:
             self._program = self._build()

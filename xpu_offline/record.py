@@ -22,6 +22,8 @@ class Seen:
     shared: int = 0
     # By (SPIR-V, flags): the native code, and what was specialized and launched in words.
     natives: dict[tuple[bytes, str], tuple[Future[Native], str]] = field(default_factory=dict)
+    # Those of them that are launched at the sizes of models; the others are at the awkward sizes of tests.
+    at_model_sizes: set[tuple[bytes, str]] = field(default_factory=set)
     # The error closest to what is allowed, as (error, allowed); bitwise comparisons count as (0, 0).
     error: tuple[float, float] | None = None
     failures: list[str] = field(default_factory=list)
@@ -79,10 +81,16 @@ def _share(error: float, allowed: float) -> float:
     return error / allowed if allowed else float(error > 0)
 
 
+def _worst(spills: dict[str, int]) -> dict[str, int]:
+    ordered = sorted((item for item in spills.items() if item[1]), key=lambda item: (-item[1], item[0]))
+    return dict(ordered[:_LISTED])
+
+
 def _row(seen: Seen) -> dict[str, Any]:
-    described = [(future.result(), words) for future, words in seen.natives.values()]
-    natives = [native for native, _ in described]
-    spilling = {words: native.spills for native, words in described if native.spills}
+    natives = [future.result() for future, _ in seen.natives.values()]
+    spills: dict[str, dict[str, int]] = {"model": {}, "tests": {}}
+    for key, (future, words) in seen.natives.items():
+        spills["model" if key in seen.at_model_sizes else "tests"][words] = future.result().spills
     return {
         "launches": seen.launches,
         "codes": len(natives),
@@ -91,9 +99,9 @@ def _row(seen: Seen) -> dict[str, Any]:
         "block_read": any(n.block_read for n in natives),
         "grf": sorted({n.grf for n in natives if n.grf}),
         "simd": sorted({n.simd for n in natives if n.simd}),
-        "spills": max(spilling.values(), default=0),
-        # The launches that spill, the worst first.
-        "spilling": dict(sorted(spilling.items(), key=lambda item: (-item[1], item[0]))[:_LISTED]),
+        # The most of one launch, None where there is none; and the launches that spill, the worst first.
+        "spills": {where: max(found.values(), default=None) for where, found in spills.items()},
+        "spilling": {where: _worst(found) for where, found in spills.items()},
         "undefined": sorted({symbol for n in natives for symbol in n.undefined}),
         "error": seen.error,
         "failures": sorted({*seen.failures, *(n.failure for n in natives if n.failure)}),

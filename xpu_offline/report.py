@@ -6,6 +6,7 @@ python -m xpu_offline.report OBSERVATIONS... --markdown docs/xpu_conformance.md 
 from __future__ import annotations
 
 import argparse
+import copy
 import fnmatch
 import json
 import pathlib
@@ -33,14 +34,18 @@ def merge(observations: Iterable[list[Row]]) -> list[Row]:
     """The rows of several runs as one row a kernel and architecture."""
     merged: dict[tuple[str, str], Row] = {}
     for row in (row for rows in observations for row in rows):
-        into = merged.setdefault((row["kernel"], row["architecture"]), dict(row))
+        into = merged.setdefault((row["kernel"], row["architecture"]), copy.deepcopy(row))
         if into == row:
             continue
         into["launches"] += row["launches"]
         into["codes"] += row["codes"]
-        for key in ("shared", "spills", "dpas", "block_read"):
+        for key in ("shared", "dpas", "block_read"):
             into[key] = max(into[key], row[key])
-        into["spilling"] = dict(sorted({**into["spilling"], **row["spilling"]}.items(), key=lambda item: -item[1]))
+        for where in ("model", "tests"):
+            found = [s for s in (into["spills"][where], row["spills"][where]) if s is not None]
+            into["spills"][where] = max(found, default=None)
+            both = {**into["spilling"][where], **row["spilling"][where]}
+            into["spilling"][where] = dict(sorted(both.items(), key=lambda item: -item[1]))
         for key in ("grf", "simd", "undefined", "failures"):
             into[key] = sorted({*into[key], *row[key]})
         into["error"] = max((e for e in (into["error"], row["error"]) if e), key=share, default=None)
@@ -86,14 +91,26 @@ def _row_problems(row: Row, allowances: dict[str, Any]) -> list[str]:
     elif row["error"] is not None and row["error"][0] > row["error"][1]:
         found.append(f"{where}: error {row['error'][0]:.2e}, allowed {row['error'][1]:.2e}")
     allowed = max((a["spills"] for a in allowances.get("spills", []) if _applies(a, row)), default=0)
-    if row["architecture"] in NO_SPILLS and row["spills"] > allowed:
-        launches = (f"\n    {spills}: {launch}" for launch, spills in row["spilling"].items() if spills > allowed)
-        found.append(f"{where}: spills {row['spills']}, allowed {allowed}{''.join(launches)}")
+    where_judged, spills = judged_spills(row)
+    if row["architecture"] in NO_SPILLS and spills > allowed:
+        worst = row["spilling"][where_judged].items()
+        launches = (f"\n    {n}: {launch}" for launch, n in worst if n > allowed)
+        found.append(f"{where}: spills {spills}, allowed {allowed}{''.join(launches)}")
     known = [u["symbol"] for u in allowances.get("undefined", [])]
     for symbol in row["undefined"]:
         if not any(fnmatch.fnmatch(symbol, pattern) for pattern in known):
             found.append(f"{where}: {symbol} is not resolved by ocloc, and not known to be missing in it")
     return found
+
+
+def judged_spills(row: Row) -> tuple[str, int]:
+    """("model" or "tests", the most that spills there): at the sizes of models, or of tests for want of those.
+
+    Tests have sizes that no model has, rows of 61 elements and strides of 5; there every element has an address and a
+    mask of its own in registers.
+    """
+    where = "tests" if row["spills"]["model"] is None else "model"
+    return where, row["spills"][where] or 0
 
 
 def _applies(allowance: dict[str, Any], row: Row) -> bool:
@@ -103,7 +120,7 @@ def _applies(allowance: dict[str, Any], row: Row) -> bool:
 def _unused(rows: list[Row], allowances: dict[str, Any]) -> list[str]:
     found = []
     for a in allowances.get("spills", []):
-        worst = max((row["spills"] for row in rows if _applies(a, row)), default=0)
+        worst = max((judged_spills(row)[1] for row in rows if _applies(a, row)), default=0)
         if worst < a["spills"]:
             found.append(f"allowances.toml: {a['kernel']} may spill {a['spills']} and spills {worst}: lower it")
     return found
@@ -112,7 +129,7 @@ def _unused(rows: list[Row], allowances: dict[str, Any]) -> list[str]:
 def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| kernel | architecture | compiled | DPAS | 2D reads | GRF | spills | shared memory | error / allowed |",
+        "| kernel | architecture | compiled | DPAS | 2D | GRF | spills: models / tests | shared | error / allowed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -126,7 +143,7 @@ def table(rows: list[Row]) -> str:
             "yes" if row["dpas"] else "-",
             "yes" if row["block_read"] else "-",
             ", ".join(map(str, row["grf"])) or "-",
-            str(row["spills"]),
+            " / ".join("-" if n is None else str(n) for n in row["spills"].values()),
             f"{row['shared']} B",
             "-" if row["error"] is None else f"{row['error'][0]:.1e} / {row['error'][1]:.1e}",
         ]
