@@ -14,6 +14,7 @@ from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
 from xpu_ports.common.kernels.decode_attention import decode_attention
 from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
+from xpu_ports.common.kernels.kda import CHUNK, chunk_kda, kda_gate, recurrent_kda
 from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
@@ -216,6 +217,53 @@ def _mixer_end(size: Size, draw: Draw) -> Args:
     return *step, _matrix(draw, size["D"], size["H"] * size["P"]), None, groups, eps
 
 
+# --------------------------------------------------------------------------------------------------------------- KDA
+
+
+def _decays(size: Size, draw: Draw) -> Tensor:
+    """Log-decays as layers are initialized, [B, T, H, K]: rates of 1 to 16, steps of 1 to 100 thousandths."""
+    B, T, H, K = (size[letter] for letter in "BTHK")
+    rate = draw.uniform(1.0, 16.0, H, 1, dtype=torch.float32)
+    return draw.uniform(-6.9, -2.3, B, T, H, K, dtype=torch.float32).exp_().mul_(rate).neg_()
+
+
+def _gate(size: Size, draw: Draw) -> Args:
+    B, T, H, K = (size[letter] for letter in "BTHK")
+    A_log = torch.log(draw.uniform(1.0, 16.0, H, dtype=torch.float32))
+    return draw(B, T, H, K), A_log, draw.uniform(-6.9, -2.3, H * K, dtype=torch.float32), None
+
+
+def _delta_rule(size: Size, draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, g and beta."""
+    B, T, H, K, V = (size[letter] for letter in "BTHKV")
+    beta = draw.uniform(0.0, 1.0, B, T, H, dtype=torch.float32)
+    return draw(B, T, H, K), draw(B, T, H, K), draw(B, T, H, V), _decays(size, draw), beta
+
+
+def _kda(size: Size, draw: Draw) -> Args:
+    return *_delta_rule(size, draw), None, size["K"] ** -0.5, True, None
+
+
+def _kda_step(size: Size, draw: Draw) -> Args:
+    B, H, K, V = (size[letter] for letter in "BHKV")
+    state = draw(B, H, K, V, dtype=torch.float32)
+    return state, *_delta_rule({**size, "T": 1}, draw), K**-0.5, True, None
+
+
+def _kda_flops(size: Size) -> int:
+    # By token and head: two triangles of scores, the triangle times what is written, three products with the state;
+    # the systems of equations, a third of 64^3 a chunk, and their solution.
+    B, T, H, K, V = (size[letter] for letter in "BTHKV")
+    chunk = min(CHUNK, T)
+    return B * T * H * (chunk * (2 * K + 2 * V + chunk // 3) + 6 * K * V)
+
+
+def _first_head_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+    # Over all of the time.
+    q, k, v, g, beta, state, *rest = args
+    return (*(t[:, :, :1] for t in (q, k, v, g, beta)), state, *rest), [outputs[0][:, :, :1], outputs[1][:, :1]]
+
+
 def _channels_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
     x, weight, bias, *rest = args
     some = torch.arange(0, x.shape[-1], max(1, x.shape[-1] // 64), device=x.device)
@@ -381,6 +429,32 @@ CASES = {
             _state_step,
             _peers("selective_state_update", "mamba_ssm", "vllm"),
             _batch_sample(0, 1, 2, 4, 5),
+        ),
+        Case(
+            "kda_gate",
+            kda_gate,
+            tuple(f"B1-T{T}-H32-K128" for T in (1, 256, 8192)),
+            _gate,
+            _peers("kda_gate", "fla"),
+            lambda args, outputs: ((args[0][:, -64:], *args[1:]), [outputs[0][:, -64:]]),
+        ),
+        Case(
+            "chunk_kda",
+            chunk_kda,
+            ("B1-T2048-H32-K128-V128", "B1-T8192-H32-K128-V128", "B1-T8192-H96-K128-V128"),
+            _kda,
+            _peers("chunk_kda", "fla"),
+            _first_head_sample,
+            _kda_flops,
+            compiles=False,
+        ),
+        Case(
+            "recurrent_kda",
+            recurrent_kda,
+            tuple(f"B{B}-H32-K128-V128" for B in (1, 32, 128)),
+            _kda_step,
+            _peers("recurrent_kda", "fla"),
+            _batch_sample(0, 1, 2, 3, 4, 5),
         ),
         Case(
             "mamba2_decode_step",

@@ -35,6 +35,9 @@ SMALL = {
     "ssd_chunk_scan": "B1-T20-H4-P8-N8-G2",
     "selective_state_update": "B5-H4-P8-N8-G2",
     "mamba2_decode_step": "B5-H4-P8-N8-G2",
+    "kda_gate": "B2-T150-H2-K8",
+    "chunk_kda": "B1-T70-H3-K8-V4",
+    "recurrent_kda": "B5-H2-K8-V4",
     "mamba2_decode_linear": "B5-H4-P8-N8-G2-D12",
 }
 
