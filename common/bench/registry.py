@@ -17,6 +17,8 @@ from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
 from xpu_ports.common.kernels.kda import CHUNK, chunk_kda, kda_gate, recurrent_kda
 from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
+from xpu_ports.common.kernels.moe_experts import moe_experts
+from xpu_ports.common.kernels.moe_router import moe_sigmoid_router
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.selective_state_update import selective_state_update
@@ -264,6 +266,37 @@ def _first_head_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Te
     return (*(t[:, :, :1] for t in (q, k, v, g, beta)), state, *rest), [outputs[0][:, :, :1], outputs[1][:, :1]]
 
 
+# ----------------------------------------------------------------------------------------------------------- experts
+
+
+def _router(size: Size, draw: Draw) -> Args:
+    T, E = size["T"], size["E"]
+    return draw(T, E, dtype=torch.float32), 0.1 * draw(E, dtype=torch.float32), size["A"], 2.446
+
+
+def _experts(size: Size, draw: Draw) -> Args:
+    T, E, D, F = (size[letter] for letter in "TEDF")
+    weights, indices = moe_sigmoid_router.reference(*_router(size, draw))
+    gate_up = draw(E, 2 * F, D) * D**-0.5
+    return draw(T, D), gate_up, draw(E, D, F) * F**-0.5, indices, weights
+
+
+def _experts_flops(size: Size) -> int:
+    return 6 * size["T"] * size["A"] * size["D"] * size["F"]
+
+
+def _other_experts(args: Args) -> int:
+    """Bytes of the experts that no token was sent to."""
+    gate_up, down, indices = args[1:4]
+    expert = gate_up[0].numel() * gate_up.element_size() + down[0].numel() * down.element_size()
+    return (gate_up.shape[0] - indices.unique().numel()) * expert
+
+
+def _tokens_of_experts(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+    x, gate_up, down, indices, weights = args
+    return (x[:4], gate_up, down, indices[:4], weights[:4]), [outputs[0][:4]]
+
+
 def _channels_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
     x, weight, bias, *rest = args
     some = torch.arange(0, x.shape[-1], max(1, x.shape[-1] // 64), device=x.device)
@@ -455,6 +488,25 @@ CASES = {
             _kda_step,
             _peers("recurrent_kda", "fla"),
             _batch_sample(0, 1, 2, 3, 4, 5),
+        ),
+        Case(
+            "moe_sigmoid_router",
+            moe_sigmoid_router,
+            tuple(f"T{T}-E256-A8" for T in (1, 32, 4096)),
+            _router,
+            {},
+            lambda args, outputs: ((args[0][:64], *args[1:]), [output[:64] for output in outputs]),
+        ),
+        Case(
+            "moe_experts",
+            moe_experts,
+            tuple(f"T{T}-E64-A8-D2304-F1024" for T in (1, 32, 4096)),
+            _experts,
+            {},
+            _tokens_of_experts,
+            _experts_flops,
+            compiles=False,
+            unread=_other_experts,
         ),
         Case(
             "mamba2_decode_step",

@@ -39,6 +39,8 @@ SMALL = {
     "chunk_kda": "B1-T70-H3-K8-V4",
     "recurrent_kda": "B5-H2-K8-V4",
     "mamba2_decode_linear": "B5-H4-P8-N8-G2-D12",
+    "moe_sigmoid_router": "T150-E8-A2",
+    "moe_experts": "T9-E6-A2-D8-F16",
 }
 
 

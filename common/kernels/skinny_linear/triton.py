@@ -245,8 +245,9 @@ class Tile:
         return max(1, min(16 // itemsize, self.block_k // (self.warps * lanes)))
 
 
-# Outputs of a program, columns of a lane and registers by M, on Intel GPUs: the largest tiles that do not spill.
-_INTEL = {1: (4, 8, 128), 2: (4, 2, 128), 4: (4, 2, 128), 8: (2, 2, 256)}
+# Outputs of a program, columns of a lane and registers by M, on Intel GPUs: about the largest that do not spill.
+_XE = {1: (4, 4, 128), 2: (2, 4, 128), 4: (4, 2, 256), 8: (2, 2, 256)}
+_XE_HPG = {1: (2, 4, 128), 2: (4, 2, 256), 4: (2, 2, 256), 8: (1, 1, 256)}
 
 
 def tile(arch: Architecture, M: int, N: int, K: int, itemsize: int) -> Tile:
@@ -266,9 +267,9 @@ def tile(arch: Architecture, M: int, N: int, K: int, itemsize: int) -> Tile:
         else:
             block_n, block_k, warps = (4, 512, 2) if N >= 12000 else (4, 1024, 4)
     else:
-        block_n, columns, registers = _INTEL[M]
-        if N <= 1024 or (M == 8 and arch.name == "arc-a"):
-            block_n, registers = 1, 128
+        block_n, columns, registers = (_XE_HPG if arch.name == "arc-a" else _XE)[M]
+        if N <= 1024:
+            block_n = 1
         vector, warps = min(vector, columns), 4
         block_k = warps * arch.lanes * vector
     # No more columns than there are, and at least one load for each lane.

@@ -167,7 +167,7 @@ class TestLayouts:
         assert round(sum(p.numel() for p in parameters) / 1e9, 3) == billions
 
     def test_unknown(self):
-        with pytest.raises(ValueError, match="no Zamba2 layout is named '3b'; there are: 1.2b, 2.7b, 7b"):
+        with pytest.raises(ValueError, match=r"no Zamba2 layout is named '3b'; there are: 1\.2b, 2\.7b, 7b"):
             layout_config("3b")
 
     def test_head_widths(self):
@@ -321,8 +321,8 @@ class TestUse:
         assert largest(logits, tiny(ids).logits) <= TO_TRANSFORMERS
 
     def test_offload_to_disk(self, ids, tiny, tmp_path):
-        device_map = {"model.embed_tokens": "cpu", "model.final_layernorm": "cpu", "lm_head": "cpu",
-                      "model.rotary_emb": "cpu"} | {f"model.layers.{i}": "cpu" if i < 2 else "disk" for i in range(8)}  # fmt: skip
+        here = ("model.embed_tokens", "model.final_layernorm", "model.rotary_emb", "lm_head")
+        device_map = dict.fromkeys(here, "cpu") | {f"model.layers.{i}": "cpu" if i < 2 else "disk" for i in range(8)}
         model = Zamba2ForCausalLM.from_pretrained(
             CHECKPOINT, device_map=device_map, offload_folder=tmp_path, dtype=torch.float32
         )
