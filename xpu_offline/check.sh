@@ -15,10 +15,10 @@ mkdir -p "$seen"
 run() {
     local file=$1 name log
     shift
-    name=$(basename "$file" .py)
+    name=${file//\//.}
     log=$seen/$name.log
     local status=0
-    "$python" -m pytest -p xpu_offline.plugin --backend xpu-offline -q --tb=short --capture=sys -p no:cacheprovider \
+    "$python" -m pytest -p xpu_offline.plugin --backend xpu-offline -q --tb=short -rN --capture=sys -p no:cacheprovider \
         --xpu-observations "$seen/$name.json" tests/conftest.py "$file" "$@" >"$log" 2>&1 || status=$?
     # 5: no test of the file takes part.
     [ $status = 0 ] || [ $status = 5 ] || echo "$file: exit status $status" >>"$seen/failed"
@@ -27,11 +27,15 @@ run() {
         echo "FAILED $file: the process ended; compiled last: $(cat "$seen/$name.json.compiling")" >>"$log"
     fi
     echo "--- $file"
-    grep -v "^sycl_arch not recognized" "$log" | grep "^FAILED\|^ERROR\|rror:\|passed\|failed" | tail -n 60
+    grep "^FAILED\|^ERROR\| in [0-9.]*s" "$log" || tail -n 20 "$log"
 }
 export -f run
-find tests/common/kernels tests/quant xpu_offline/model_sizes.py -name "test_*.py" -o -name model_sizes.py 2>/dev/null |
-    xargs -P "${XPU_CHECK_PROCESSES:-$(nproc)}" -I{} bash -c 'run "$@"' run {} "$@"
+{
+    echo xpu_offline/model_sizes.py
+    for folder in tests/common/kernels tests/quant; do
+        [ ! -d "$folder" ] || find "$folder" -name "test_*.py" | sort
+    done
+} | xargs -P "${XPU_CHECK_PROCESSES:-$(nproc)}" -I{} bash -c 'run "$@"' run {} "$@" || failed=1
 "$python" -m xpu_offline.report "$seen"/*.json --markdown docs/xpu_conformance.md --json docs/xpu_conformance.json \
     || failed=1
 [ ! -e "$seen/failed" ] || { cat "$seen/failed" && failed=1; }
