@@ -27,7 +27,7 @@ class Unfilled(Draw):
 
 
 # What has no plan on an architecture, and why.
-WITHOUT_PLAN = {("chunk_kda", "arc-a"): "no matrix units"}
+WITHOUT_PLAN: dict[tuple[str, str], str] = {}
 SIZES = [(case, size) for case in CASES.values() for size in case.sizes]
 
 

@@ -139,7 +139,7 @@ def test_no_step_leaves_the_state_as_it_is(run: Runner) -> None:
     assert torch.equal(state, given["state"])
 
 
-@pytest.mark.parametrize("step", [-60.0, -25.0, -10.0, 19.0, 21.0, 60.0])
+@pytest.mark.parametrize("step", [-30.0, -25.0, -10.0, 19.0, 21.0, 60.0])
 def test_size_of_the_step(run: Runner, step: float) -> None:
     """softplus keeps its relative accuracy where it is tiny, and does not overflow where it is large."""
     given = arguments(SIZES[1]) | dict(dt_bias=None, D=None)
