@@ -24,6 +24,10 @@ from xpu_ports.common.bench.registry import CASES
 from xpu_ports.common.device import use_architecture
 
 ARCHITECTURES = ("max", "xe2", "arc-a")
+# The benchmark rows of ops with a kernel.
+KERNEL_CASES = {
+    name: case for name, case in CASES.items() if any(i.backend == "triton" for i in case.op.implementations)
+}
 Launch = tuple[str, tuple[int, ...], dict[str, Any]]
 
 
@@ -80,7 +84,7 @@ def launches_of(case: Case, size: str, dtype: torch.dtype, architecture: str) ->
 
 def lines() -> Iterator[str]:
     """The launches of every benchmark row at its smallest and largest size; equal architectures on one line."""
-    for case in CASES.values():
+    for case in KERNEL_CASES.values():
         for size in dict.fromkeys((case.sizes[0], case.sizes[-1])):
             for dtype in (torch.bfloat16, torch.float32):
                 by_launch: dict[str, list[str]] = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from tests.xpu_offline.launches import ARCHITECTURES, arguments, launches_of, lines, on_xpu
+from tests.xpu_offline.launches import ARCHITECTURES, KERNEL_CASES, arguments, launches_of, lines, on_xpu
 from xpu_ports.common import device, dispatch
 from xpu_ports.common.bench.case import Case
 from xpu_ports.common.bench.registry import CASES
@@ -24,7 +24,7 @@ from xpu_ports.common.device import grf_options, use_architecture
 from xpu_ports.common.dispatch import OPS, BackendError, use_backend
 
 RECORDED = pathlib.Path(__file__).with_name("launches.txt")
-EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+EVERY_CASE = pytest.mark.parametrize("case", KERNEL_CASES.values(), ids=KERNEL_CASES)
 # What has no plan on an architecture, and why; everything else has one.
 WITHOUT_PLAN: dict[tuple[str, str], str] = {}
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -49,7 +49,17 @@ def forced_refusal(case: Case, given: list[Any]) -> str:
 def test_every_op_has_a_benchmark_row() -> None:
     """So that the tests below, and the compilation at model sizes, leave none with a kernel out."""
     dispatch.load_ops()
-    assert {name for name, op in OPS.items() if op.implementations} <= {case.op.name for case in CASES.values()}
+    kernels = {name for name, op in OPS.items() if any(i.backend == "triton" for i in op.implementations)}
+    assert kernels <= {case.op.name for case in CASES.values()}
+
+
+@pytest.mark.parametrize("case", [c for n, c in CASES.items() if n not in KERNEL_CASES], ids=lambda case: case.name)
+def test_ops_without_a_kernel(case: Case) -> None:
+    """They run on what they have, and say why."""
+    backend, reason = choose(case, arguments(case, case.sizes[0], torch.bfloat16))
+    assert backend in case.op.backends("xpu")
+    assert reason
+    assert "triton" in forced_refusal(case, arguments(case, case.sizes[0], torch.bfloat16))
 
 
 @EVERY_CASE
