@@ -412,11 +412,14 @@ class Op:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-@torch.compiler.assume_constant_result
 def _forced_now(name: str) -> str | None:
     """The back end forced on an op where it is asked: a compiler cannot trace into context variables."""
     choices = forced_choices()
     return choices[name] if name in choices else choices.get(_EVERY_OP)
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler here.
+_forced_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _needs_grad(args: Sequence, kwargs: dict) -> bool:
