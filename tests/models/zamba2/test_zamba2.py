@@ -312,7 +312,7 @@ class TestUse:
         assert len(generator("And God said", max_new_tokens=5, do_sample=False)[0]["generated_text"]) > 15
 
     def test_register_refuses_what_is_not_there(self):
-        with pytest.raises(ValueError, match="no port of model type 'zamba3'; there are: .*zamba2"):
+        with pytest.raises(ValueError, match=r"no port of model type 'zamba3'; there are: .*zamba2"):
             xpu_ports.models.register("zamba3")
 
     def test_device_map(self, ids, tiny):
