@@ -20,9 +20,7 @@ from xpu_ports.common.device import Architecture, architecture, grf_options
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.mamba2_decode_step.triton import launch_step, move_group_windows, refuses_step
-from xpu_ports.common.kernels.skinny_linear.triton import Tile, tile
-from xpu_ports.common.kernels.skinny_linear.triton import _in_lane_sum as in_lane_sum
-from xpu_ports.common.kernels.skinny_linear.triton import _refuses_linear as refuses_linear
+from xpu_ports.common.kernels.skinny_linear.triton import Tile, in_lane_sum, refuses_linear, tile
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 

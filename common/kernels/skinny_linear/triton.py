@@ -32,7 +32,7 @@ from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_po
 LARGEST_M = 8
 
 
-def _refuses_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+def refuses_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
     return _refuses_input(x) or _refuses_layer(x, weight, bias)
 
 
@@ -101,7 +101,7 @@ def _refuses_matrix(weight: Tensor, dtype: torch.dtype, N: int, K: int) -> str |
 
 
 @triton.jit
-def _in_lane_sum(x, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr):
+def in_lane_sum(x, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr):
     """[M, N, BLOCK_K] -> [M, N, BLOCK_K / VECTOR]: what one load gives a lane is added up within the lane."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], BLOCK_K // VECTOR, VECTOR)), axis=3)
 
@@ -213,10 +213,10 @@ def _skinny_linear_kernel(
             if GATE:
                 x *= silu(tl.load(other_ptrs + at, mask=mask_m & mask_k, other=0.0).to(tl.float32))
             if NORM:
-                squares += _in_lane_sum(x * x, BLOCK_K, VECTOR)
+                squares += in_lane_sum(x * x, BLOCK_K, VECTOR)
                 if NORM_WEIGHT:
                     x *= tl.load(norm_weight_ptr + at, mask=mask_k, other=0.0).to(tl.float32)
-            part += _in_lane_sum(w * x, BLOCK_K, VECTOR)
+            part += in_lane_sum(w * x, BLOCK_K, VECTOR)
         if NORM:
             part *= tl.rsqrt(tl.sum(squares, axis=2) / GROUP + eps)[:, :, None]
         acc += part
@@ -360,7 +360,7 @@ def _output(x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
 
 
-@linear.implement("triton", "xpu", "cuda", refuses=_refuses_linear)
+@linear.implement("triton", "xpu", "cuda", refuses=refuses_linear)
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = _output(x, weight)
     _launch(x, [weight], [y], bias)
