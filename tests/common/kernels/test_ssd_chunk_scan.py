@@ -17,7 +17,9 @@ from xpu_ports.common.device import ARCHITECTURES, use_architecture
 from xpu_ports.common.dispatch import BackendError, use_backend
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 from xpu_ports.common.kernels.ssd_chunk_scan import triton as module
+from xpu_ports.common.kernels.ssd_chunk_scan.parts import Products, Tile
 from xpu_ports.common.kernels.ssd_chunk_scan.triton import LARGEST_N, MOST_SEQUENCES
+from xpu_ports.common.kernels.ssd_chunk_scan.walk import Walk
 
 pytestmark = pytest.mark.op("ssd_chunk_scan")
 
@@ -157,6 +159,15 @@ def test_plans_with_a_step_that_is_no_number(run: Runner, name: str, step: float
     assert y[0, 48:, 1].isnan().all()
     assert state[0, 0].isfinite().all()
     assert state[0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("size", [dict(B=1, T=45, H=2, P=20, N=17, G=1), SEGMENTED], ids=["whole", "segments"])
+def test_walk(run: Runner, monkeypatch: pytest.MonkeyPatch, size: dict) -> None:
+    """The walk on every device: no plan for an Intel GPU has it, and their compiler is to take it all the same."""
+    tile = Tile(32, 16, LARGEST_N, warps=8)
+    walk = Walk(Products("bf16", "ieee", 3), 4, 256, tile, tile)
+    monkeypatch.setattr(module, "plan", lambda dtype, device: walk)
+    run(**arguments(size, torch.bfloat16))
 
 
 @pytest.mark.parametrize("left_out", ["D", "dt_bias", "initial_state"])
