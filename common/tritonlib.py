@@ -79,25 +79,50 @@ class Kernel:
         self.function = function
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
-        self._names = list(inspect.signature(function.fn).parameters)
-        self._kept: dict[tuple, tuple[Any, tuple]] = {}
+        self.names = list(inspect.signature(function.fn).parameters)
+        self._fixed: dict[tuple, Fixed] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        key = tuple(constants.items())
+        fixed = self._fixed.get(key)
+        if fixed is None:
+            fixed = self._fixed[key] = self.fix(**constants)
+        fixed(grid, *args)
+
+    def fix(self, **constants: Any) -> Fixed:
+        """The kernel with its constants and options, for a wrapper that keeps it from call to call."""
+        return Fixed(self, constants)
+
+
+class Fixed:
+    """A kernel with its constants: `fixed(grid, *args)` launches it."""
+
+    def __init__(self, kernel: Kernel, constants: dict[str, Any]) -> None:
+        self.function = kernel.function
+        self.names = kernel.names
+        self.constants = constants
+        # By the types of the arguments.
+        self._bound: dict[tuple, _Bound] = {}
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         first = args[0]
         if type(first) not in (Tensor, torch.nn.Parameter) or first.device.type == "cpu":
             # Interpreted, intercepted or faked.
-            self.function[grid](*args, **constants)
+            self.function[grid](*args, **self.constants)
             return
+        kinds = tuple(map(type, args))
+        bound = self._bound.get(kinds)
+        if bound is None:
+            bound = self._bound[kinds] = _Bound(kinds)
         index = first.device.index
-        seen, passed = _specialize(args, addresses=first.is_cuda)
-        key = (index, *seen, *constants.items())
-        kept = self._kept.get(key)
+        seen, passed = bound.specialize(args, index, addresses=first.is_cuda)
+        kept = bound.kept.get(seen)
         if kept is None:
-            compiled = self.function[grid](*args, **constants)
-            self._kept[key] = compiled, tuple(constants[name] for name in self._names[len(args) :])
+            compiled = self.function[grid](*args, **self.constants)
+            bound.kept[seen] = compiled, tuple(self.constants[name] for name in self.names[len(args) :])
             return
         compiled, tail = kept
         # Triton asks for the stream itself where it is None.
@@ -105,30 +130,32 @@ class Kernel:
         compiled[(*grid, 1, 1)[:3]](*passed, *tail, stream=stream)
 
 
-def _specialize(args: tuple, addresses: bool) -> tuple[list, list]:
-    """What Triton's compiler sees of the arguments, and the arguments to launch with.
+class _Bound:
+    """What arguments of given types are specialized on, and the compiled kernels by it."""
 
-    Args:
-        addresses: pass tensors by address. CUDA's launcher takes it as it is, but asks the driver about each tensor;
-            XPU's does not take addresses above 2^63, which its memory has.
-    """
-    seen: list[Any] = []
-    passed: list[Any] = []
-    for value in args:
-        kind = type(value)
-        if kind is int:
-            # 1 is a constant; else what counts is whether 16 divides it and whether it needs 64 bits.
-            seen.append("1" if value == 1 else (value & 15 == 0) + 2 * (value >> 31))
-        elif kind is float or value is None or kind is bool:
-            seen.append(kind)
-        else:
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        self.integers = [i for i, kind in enumerate(kinds) if kind is int]
+        self.pointers = [i for i, kind in enumerate(kinds) if kind not in (int, float, bool, type(None))]
+        self.kept: dict[tuple, tuple[Any, tuple]] = {}
+
+    def specialize(self, args: tuple, device: int, addresses: bool) -> tuple[tuple, list]:
+        """What Triton's compiler sees of the arguments, and the arguments to launch with.
+
+        Args:
+            addresses: pass tensors by address. CUDA's launcher takes it as it is, but asks the driver about each
+                tensor; XPU's does not take addresses above 2^63, which its memory has.
+        """
+        passed = list(args)
+        seen: list[Any] = [device]
+        for i in self.pointers:
+            value = args[i]
             address = value.data_ptr()
-            seen.append(value.dtype)
-            seen.append(address & 15)
+            seen += value.dtype, address & 15
             if addresses:
-                value = address
-        passed.append(value)
-    return seen, passed
+                passed[i] = address
+        # 1 is a constant; else what counts is whether 16 divides it and whether it needs 64 bits.
+        seen += ["1" if v == 1 else (v & 15 == 0) + 2 * (v >> 31) for v in [args[i] for i in self.integers]]
+        return tuple(seen), passed
 
 
 def kernel(function: Any) -> Any:

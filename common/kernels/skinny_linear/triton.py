@@ -7,6 +7,7 @@ number a row, so that the products and the sum of squares run side by side and t
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,17 @@ from xpu_ports.common.kernels.skinny_linear import (
     norm_linear,
 )
 from xpu_ports.common.layout import row_strides
-from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tritonlib import (
+    AVAILABLE,
+    WHY_NOT,
+    Fixed,
+    cdiv,
+    kernel,
+    next_power_of_2,
+    on_device_of,
+    tl,
+    triton,
+)
 
 # From here on a matrix product of the vendor's library is faster.
 LARGEST_M = 8
@@ -301,22 +312,28 @@ def _launch(
         norm: normalize.
     """
     K = x.shape[-1]
-    rows, N = x.numel() // K, sum(w.shape[0] for w in weights)
-    if rows == 0 or (N == 0 and total is None):
+    rows, outputs_of = x.numel() // K, tuple(w.shape[0] for w in weights)
+    if rows == 0 or (not any(outputs_of) and total is None):
         return
-    group = group_size or K
     down, ups = (x, weights) if low_rank is None else low_rank
-    R = 0 if low_rank is None else down.shape[-1]
     sizes, (stride_x, stride_o) = row_strides(x, x if other is None else other)  # type: ignore[misc]
-    block_m = next_power_of_2(rows)
-    arch = architecture(x.device)
-    cut = tile(arch, block_m, N, group, x.element_size())
+    adds = total is not None
+    programs, launch = _plan(
+        architecture(x.device),
+        rows,
+        outputs_of,
+        K,
+        group_size or K,
+        0 if low_rank is None else down.shape[-1],
+        x.element_size(),
+        dims_used(sizes),
+        (norm, adds, other is not None and not adds, norm_weight is not None, bias is not None),
+    )
     last = MOST_LAYERS - len(weights)
     weights, ups, outputs = ([*ts, *ts[-1:] * last] for ts in (weights, ups, outputs))
-    # At least one, which writes the sum.
-    programs = max(1, sum(cdiv(w.shape[0], cut.block_n) for w in weights[: MOST_LAYERS - last]))
     with on_device_of(x):
-        _skinny_linear_kernel[(programs,)](
+        launch(
+            (programs,),
             x,
             x if other is None else other,
             x if norm_weight is None else norm_weight,
@@ -331,29 +348,60 @@ def _launch(
             sizes[2],
             *stride_x,
             *stride_o,
-            *(w.shape[0] for w in weights),
-            *(w.stride(0) for w in weights),
-            *(up.stride(0) for up in ups),
+            *outputs_of,
+            *outputs_of[-1:] * last,
+            *[w.stride(0) for w in weights],
+            *[up.stride(0) for up in ups],
             eps,
-            GROUP=group,
-            GROUPS=K // group,
-            DIMS=dims_used(sizes),
-            NORM=norm,
-            ADD=total is not None,
-            GATE=other is not None and total is None,
-            NORM_WEIGHT=norm_weight is not None,
-            BIAS=bias is not None,
-            LAYERS=MOST_LAYERS - last,
-            R=R,
-            BLOCK_M=block_m,
-            BLOCK_N=cut.block_n,
-            BLOCK_K=cut.block_k,
-            BLOCK_R=next_power_of_2(R),
-            VECTOR=cut.vector(x.element_size(), arch.lanes),
-            STAGES=cut.stages,
-            num_warps=cut.warps,
-            **grf_options(cut.registers, arch),
         )
+
+
+@functools.cache
+def _plan(
+    arch: Architecture,
+    rows: int,
+    outputs: tuple[int, ...],
+    K: int,
+    group: int,
+    R: int,
+    itemsize: int,
+    dims: int,
+    parts: tuple[bool, ...],
+) -> tuple[int, Fixed]:
+    """Programs of a launch and the kernel with its constants, kept: a model's layers come in few sizes.
+
+    Args:
+        outputs: of each layer.
+        group: columns of a group of the norm.
+        R: the adapters' rank, 0 for none.
+        dims: leading dimensions with a stride of their own.
+        parts: whether it normalizes, adds, gates, has a norm's weight and a bias.
+    """
+    norm, adds, gates, norm_weight, bias = parts
+    block_m = next_power_of_2(rows)
+    cut = tile(arch, block_m, sum(outputs), group, itemsize)
+    fixed = _skinny_linear_kernel.fix(
+        GROUP=group,
+        GROUPS=K // group,
+        DIMS=dims,
+        NORM=norm,
+        ADD=adds,
+        GATE=gates,
+        NORM_WEIGHT=norm_weight,
+        BIAS=bias,
+        LAYERS=len(outputs),
+        R=R,
+        BLOCK_M=block_m,
+        BLOCK_N=cut.block_n,
+        BLOCK_K=cut.block_k,
+        BLOCK_R=next_power_of_2(R),
+        VECTOR=cut.vector(itemsize, arch.lanes),
+        STAGES=cut.stages,
+        num_warps=cut.warps,
+        **grf_options(cut.registers, arch),
+    )
+    # At least one, which writes the sum.
+    return max(1, sum(cdiv(n, cut.block_n) for n in outputs)), fixed
 
 
 def _output(x: Tensor, weight: Tensor) -> Tensor:
