@@ -1,0 +1,1 @@
+"""Ops on MXFP4 tensors: quantizing activations, linear layers, layers of experts."""

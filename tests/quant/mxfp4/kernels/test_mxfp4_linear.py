@@ -1,0 +1,181 @@
+"""mxfp4_linear and mxfp4_linear_a4: numbers beside a decoded weight, gradients, memory, what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.common.ops import LAYOUTS, Runner, normal
+from xpu_ports.common.dispatch import Op
+from xpu_ports.quant.mxfp4 import format
+from xpu_ports.quant.mxfp4.format import dequantize, quantize
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import mxfp4_linear, mxfp4_linear_a4
+
+FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+# One row, few, around a tile, many; N of one, a prime and one past a tile; one block of K, primes of them.
+SIZES = pytest.mark.parametrize(
+    "size",
+    [
+        dict(M=1, N=1, K=32),
+        dict(M=1, N=37, K=1056),
+        dict(M=2, N=5, K=96),
+        dict(M=5, N=129, K=160),
+        dict(M=16, N=33, K=416),
+        dict(M=17, N=40, K=224),
+        dict(M=70, N=131, K=96),
+    ],
+)
+
+
+def weight_of(N: int, K: int) -> tuple[Tensor, Tensor]:
+    """Blocks of different scales, all codes."""
+    w = torch.randn(N, K // 32, 32) * K**-0.5 * 2.0 ** torch.randint(-3, 4, (N, K // 32, 1))
+    return quantize(w.view(N, K))
+
+
+@pytest.fixture
+def linear(run: Runner) -> Runner:
+    """The reference's sums are the library's, which need not be rounded once."""
+    run.rounds_once = False
+    return run
+
+
+class Both:
+    """What holds for both ops."""
+
+    op: Op
+
+    @FLOATS
+    @SIZES
+    @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+    def test_sizes(self, linear: Runner, size: dict, biased: bool, dtype: torch.dtype) -> None:
+        M, N, K = size.values()
+        bias = torch.randn(N).to(dtype) if biased else None
+        linear(torch.randn(M, K).to(dtype), *weight_of(N, K), bias)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_layouts(self, linear: Runner, layout: str) -> None:
+        y = linear(normal(2, 4, 64, dtype=torch.bfloat16, layout=layout), *weight_of(6, 64))
+        assert y.shape == (2, 4, 6)
+
+    def test_rows_of_a_wider_weight(self, linear: Runner) -> None:
+        packed, scale = weight_of(12, 192)
+        linear(torch.randn(3, 96).bfloat16(), packed[::2, 48:], scale[::2, 3:])
+
+    @pytest.mark.parametrize(("shape", "N"), [((0, 64), 3), ((2, 0, 64), 3), ((64,), 3), ((2, 64), 0)], ids=str)
+    def test_few_rows(self, linear: Runner, shape: tuple, N: int) -> None:
+        assert linear(torch.randn(shape), *weight_of(N, 64)).shape == (*shape[:-1], N)
+
+    @pytest.mark.parametrize("M", [1, 3, 20])
+    def test_every_code_and_scale(self, linear: Runner, M: int) -> None:
+        """One element of each row of x counts: a column of the weight, as exact as bf16."""
+        codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(2).repeat(8)[None].expand(254, -1).contiguous()
+        packed, scale = codes.view(254, 4096)[:, :256], torch.arange(254, dtype=torch.uint8)[:, None].expand(254, 16)
+        scale = scale.contiguous()
+        x = torch.zeros(M, 512, dtype=torch.bfloat16)
+        columns = [13, 14, 479][:M]
+        x[torch.arange(len(columns)), columns] = 1.0
+        # From 6 x 2^125 fp32 overflows; below 2^-126 bf16 is denormal, which some matrix units take for zero.
+        rows = slice(2, 253)
+        y = linear(x, packed[rows].contiguous(), scale[rows].contiguous())
+        w = dequantize(packed[rows], scale[rows], torch.bfloat16)
+        assert torch.equal(y[: len(columns)].T, w[:, columns])
+
+    @pytest.mark.parametrize("M", [1, 3, 20])
+    def test_a_scale_of_nan(self, linear: Runner, M: int) -> None:
+        """It is a NaN to every row of x, also where x is zero, and to one output alone."""
+        packed, scale = weight_of(9, 96)
+        scale[4, 1] = 255
+        x = torch.randn(M, 96).bfloat16()
+        x[:, 32:64] = 0
+        y = linear(x, packed, scale)
+        assert y.isnan().nonzero().tolist() == [[m, 4] for m in range(M)]
+
+    def test_not_a_number_stays_in_its_row(self, linear: Runner) -> None:
+        x = torch.randn(3, 64)
+        x[1, 7] = math.nan
+        assert linear(x, *weight_of(5, 64)).isnan().any(1).tolist() == [False, True, False]
+
+    @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+    def test_gradients(self, biased: bool) -> None:
+        """Of x and bias; the weight is never kept in a decoded form. W4A4 passes the rounding straight."""
+        x, (packed, scale) = torch.randn(2, 3, 64, requires_grad=True), weight_of(5, 64)
+        bias = torch.randn(5, requires_grad=True) if biased else None
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = self.op(x, packed, scale, bias)
+        assert {t.dtype for t in kept} == {torch.uint8}
+        y.square().sum().backward()
+        torch.testing.assert_close(x.grad, 2 * y.detach() @ dequantize(packed, scale, torch.float32))
+        if bias is not None:
+            torch.testing.assert_close(bias.grad, 2 * y.detach().sum((0, 1)))
+
+    @pytest.mark.parametrize(
+        ("x", "packed", "scale", "why"),
+        [
+            (
+                torch.randn(3, 64),
+                torch.zeros(5, 48).byte(),
+                torch.zeros(5, 3).byte(),
+                r"x \(3, 64\) and packed \(5, 48\)",
+            ),
+            (torch.randn(3, 64), torch.zeros(5, 32).byte(), torch.zeros(5, 4).byte(), r"scale \(5, 4\)"),
+            (torch.randn(3, 64), torch.zeros(2, 5, 32).byte(), torch.zeros(2, 5, 2).byte(), r"packed \(2, 5, 32\)"),
+            (torch.randn(3, 64), torch.zeros(5, 32), torch.zeros(5, 2).byte(), "packed has .* torch.float32"),
+        ],
+    )
+    def test_does_not_fit(self, x: Tensor, packed: Tensor, scale: Tensor, why: str) -> None:
+        with pytest.raises(ValueError, match=why):
+            self.op(x, packed, scale)
+
+    def test_compiled(self) -> None:
+        x, (packed, scale) = torch.randn(3, 64), weight_of(5, 64)
+        compiled = torch.compile(self.op, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, packed, scale), self.op(x, packed, scale))
+
+
+@pytest.mark.op("mxfp4_linear")
+class TestA16(Both):
+    op = mxfp4_linear
+
+
+@pytest.mark.op("mxfp4_linear_a4")
+class TestA4(Both):
+    op = mxfp4_linear_a4
+
+
+def test_a16_is_the_decoded_weight() -> None:
+    x, (packed, scale) = torch.randn(3, 64, dtype=torch.float64), weight_of(5, 64)
+    assert torch.equal(mxfp4_linear(x, packed, scale), F.linear(x, dequantize(packed, scale, torch.float64)))
+
+
+def test_a4_rounds_x() -> None:
+    x, (packed, scale) = torch.randn(3, 64, dtype=torch.float64), weight_of(5, 64)
+    y = mxfp4_linear_a4(x, packed, scale)
+    rounded = dequantize(*quantize(x), torch.float64)
+    assert torch.equal(y, F.linear(rounded, dequantize(packed, scale, torch.float64)))
+    error = (y - mxfp4_linear(x, packed, scale)).norm() / y.norm()
+    assert 0.01 < error < 0.3, "x was not rounded, or badly"
+
+
+def test_a4_where_the_rounded_x_is_no_float16() -> None:
+    """65504 is rounded to 65536; the product with a small weight is a number."""
+    x = torch.zeros(1, 32, dtype=torch.float16)
+    x[0, 0] = 65504.0
+    packed, scale = quantize(torch.full((1, 32), 2.0**-6))
+    assert mxfp4_linear_a4(x, packed, scale).item() == 1024.0
+
+
+def test_the_weight_is_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format, "_DECODED_AT_ONCE", 200)
+    x, (packed, scale) = torch.randn(3, 64), weight_of(50, 64)
+    largest = []
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: largest.append(w.numel()) or linear(x, w, b))
+    y = mxfp4_linear(x, packed, scale, torch.arange(50.0))
+    assert max(largest) <= 200
+    torch.testing.assert_close(y, linear(x, dequantize(packed, scale, torch.float32), torch.arange(50.0)))
