@@ -71,6 +71,9 @@ def model(
     prompt: Annotated[str, typer.Option("--prompt", metavar="N[,N]...", help="Prompt lengths.")] = "128",
     new: Annotated[int, typer.Option("--new", min=2, help="Tokens to decode.")] = 128,
     peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Also measure transformers' class.")] = True,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Also measure the decode step through torch.compile.")
+    ] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the results here as JSONL.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -95,4 +98,5 @@ def model(
         peer,
         out,
         as_json,
+        compiled,
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StaticCache
 
 import xpu_ports.models
 from xpu_ports.common import graph
@@ -59,8 +59,12 @@ def bench_model(
     peer: bool,
     out: Path | None,
     as_json: bool,
+    compiled: bool = False,
 ) -> None:
     """Measure and report; random weights where no checkpoint is given.
+
+    Args:
+        compiled: also the decode step through `torch.compile`, without our graphs.
 
     Raises:
         ValueError: no such model or layout.
@@ -75,6 +79,8 @@ def bench_model(
                 results.append(_measure("captured", model, ids, new))
             with graph.use_graphs(False):
                 results.append(_measure("eager", model, ids, min(new, 48), count=True))
+                if compiled:
+                    results.append(_measure_compiled(model, ids, min(new, 48)))
             if theirs is not None:
                 results.append(_measure("transformers", theirs, ids, min(new, PEER_TOKENS), count=True))
             _free(model)
@@ -151,6 +157,41 @@ def _measure(variant: str, model: Any, ids: torch.Tensor, new: int, count: bool 
         decode_high=rates[-1],
         launches=launches,
         kernel_ms=kernel_ms,
+        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+    )
+
+
+@torch.inference_mode()
+def _measure_compiled(model: Any, ids: torch.Tensor, new: int) -> ModelResult:
+    """The decode step as one graph of `torch.compile`, over a static cache; the prefill runs as it is."""
+    batch, prompt = ids.shape
+    synchronize = _synchronizer(ids.device)
+    step = torch.compile(model, fullgraph=True)
+    positions = torch.arange(prompt + new, device=ids.device)[None]
+
+    def generate(tokens: int) -> float:
+        cache = StaticCache(config=model.config, max_cache_len=prompt + new)
+        synchronize()
+        start = time.perf_counter()
+        logits = model(input_ids=ids, cache=cache, logits_to_keep=1).logits
+        for i in range(prompt, prompt + tokens - 1):
+            token = logits[:, -1:].argmax(dim=-1)
+            logits = step(input_ids=token, cache=cache, position_ids=positions[:, i : i + 1], logits_to_keep=1).logits
+        synchronize()
+        return time.perf_counter() - start
+
+    generate(4)  # compiles
+    prefill = statistics.median(generate(1) for _ in range(REPEATS))
+    rates = sorted(batch * (new - 1) / (generate(new) - prefill) for _ in range(REPEATS))
+    return ModelResult(
+        variant="torch.compile",
+        batch=batch,
+        prompt=prompt,
+        prefill_s=prefill,
+        prefill_tokens_per_s=batch * prompt / prefill,
+        decode_tokens_per_s=statistics.median(rates),
+        decode_low=rates[0],
+        decode_high=rates[-1],
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
+import torch
 
 from xpu_ports.cli.main import main
 from xpu_ports.cli.warmup import _kernels
@@ -40,9 +42,11 @@ def test_bad_numbers(command: list[str], value: str, capsys: pytest.CaptureFixtu
     assert "Traceback" not in error
 
 
-def test_bench_model(capsys: pytest.CaptureFixture, tmp_path) -> None:
+def test_bench_model(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    # The default back end of torch.compile needs a C++ compiler.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     command = ["bench", "model", "zamba2", "--checkpoint", CHECKPOINT, "--device", "cpu", "--dtype", "float32"]
-    assert main([*command, "--prompt", "6", "--new", "3", "--out", str(tmp_path)]) == 0
+    assert main([*command, "--prompt", "6", "--new", "3", "--compile", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "transformers" in out
     assert "mamba2_decode" in out
@@ -50,7 +54,7 @@ def test_bench_model(capsys: pytest.CaptureFixture, tmp_path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert lines[0]["model"] == "zamba2"
     rates = {line["variant"]: line["decode_tokens_per_s"] for line in lines if "variant" in line}
-    assert set(rates) == {"eager", "transformers"}
+    assert set(rates) == {"eager", "torch.compile", "transformers"}
     assert min(rates.values()) > 0
 
 
