@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from xpu_ports.common.dispatch import record
 from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm, total_dtype
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm
 from xpu_ports.common.kernels.skinny_linear import adapted_linears, linear, norm_linear
@@ -45,6 +46,7 @@ class RMSNorm(nn.Module):
         """
         if is_plain(layer) and is_plain(self):
             return norm_linear(x, residual, self.weight, layer.weight, layer.bias, self.variance_epsilon)
+        record_apart("norm_linear", x, self, layer)
         if residual is None:
             return layer(self(x))
         y, total = self(x, residual)
@@ -59,6 +61,21 @@ def is_plain(module: nn.Module) -> bool:
     if type(module) not in (nn.Linear, RMSNorm):
         return False
     return not (module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
+
+
+def record_apart(op: str, x: Tensor, *modules: nn.Module) -> None:
+    """Tell `explain()` that modules ran one after another instead of through an op that reads their weights.
+
+    Args:
+        op: the op's name.
+        x: their input.
+        modules: of which one at least is not plain.
+    """
+    if torch.compiler.is_compiling():
+        return
+    module = next(m for m in modules if not is_plain(m))
+    why = "has hooks" if type(module) in (nn.Linear, RMSNorm) else "is not an nn.Linear with a dense weight"
+    record(op, "layers apart", x.device.type, f"{type(module).__name__} {why}")
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:
@@ -82,6 +99,8 @@ def project_adapted(x: Tensor, layers: list[nn.Module], adapters: list[nn.Module
         return adapted_linears(
             x, [m.weight for m in layers], [m.weight for m in halves[::2]], [m.weight for m in halves[1::2]]
         )
+    if not all(is_plain(m) for m in (*layers, *halves)):
+        record_apart("adapted_linears", x, *layers, *halves)
     if not adapters:
         return [layer(x) for layer in layers]
     return [layer(x) + adapter(x) for layer, adapter in zip(layers, adapters, strict=True)]

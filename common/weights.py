@@ -395,7 +395,7 @@ class StrictLoading(PreTrainedModel):
 def _comparable(model: PreTrainedModel, load_config: Any) -> bool:
     """Whether the model's tensors are the checkpoint's: not where a quantizer or a distributed load changes them."""
     return (
-        load_config.hf_quantizer is None
+        (load_config.hf_quantizer is None or getattr(load_config.hf_quantizer, "keeps_tensors", False))
         and load_config.weights_only
         and not is_deepspeed_zero3_enabled()
         and getattr(model, "_pp_stage", None) is None

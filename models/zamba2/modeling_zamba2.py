@@ -41,10 +41,10 @@ from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
-from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm, is_plain, project, project_adapted
+from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm, is_plain, project, project_adapted, record_apart
 from xpu_ports.common.sequence import eager_attention, last_inputs, mask_of_tokens
-from xpu_ports.common.weights import StrictLoading
 from xpu_ports.models.zamba2.configuration_checks import ZAMBA2_CHECKS
+from xpu_ports.quant.loading import PackedLoading
 
 # The published code fixes it, whatever rms_norm_eps says; every published config has the same value there.
 GATED_NORM_EPS = 1e-5
@@ -143,6 +143,7 @@ class Zamba2MambaMixer(nn.Module):
         if is_plain(self.out_proj):
             out = self.out_proj
             return mamba2_decode_linear(*inputs, out.weight, out.bias, self.G, GATED_NORM_EPS)[:, None]
+        record_apart("mamba2_decode_linear", zxBCdt, self.out_proj)
         return self.out_proj(mamba2_decode_step(*inputs, self.G, GATED_NORM_EPS)[:, None])
 
     def scan(self, xBC: Tensor, dt: Tensor, cache: Cache | None, state: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -359,7 +360,7 @@ class Zamba2HybridLayer(GradientCheckpointingLayer):
         return h, y
 
 
-class Zamba2PreTrainedModel(StrictLoading, PreTrainedModel):
+class Zamba2PreTrainedModel(PackedLoading, PreTrainedModel):
     config: Zamba2Config
     _config_checks = ZAMBA2_CHECKS
     config_class = Zamba2Config
