@@ -12,14 +12,16 @@ mkdir -p "$seen"
 "$python" -m xpu_offline.lint || failed=1
 
 # One process a file of tests, since the compiler or the code can take a process down; as many at once as there are cores.
+# A file that passed, and of which nothing has changed since, is not run again.
 run() {
     local file=$1 name log
     shift
     name=${file//\//.}
     log=$seen/$name.log
+    "$python" -m xpu_offline.results "$file" "$seen/$name.json" "$@" && return
     local status=0
     "$python" -m pytest -p xpu_offline.plugin --backend xpu-offline -q --tb=short -rN --capture=sys -p no:cacheprovider \
-        --xpu-observations "$seen/$name.json" tests/conftest.py "$file" "$@" >"$log" 2>&1 || status=$?
+        --xpu-observations "$seen/$name.json" --xpu-results-of "$file" tests/conftest.py "$file" "$@" >"$log" 2>&1 || status=$?
     # 5: no test of the file takes part.
     [ $status = 0 ] || [ $status = 5 ] || echo "$file: exit status $status" >>"$seen/failed"
     if [ ! -e "$seen/$name.json" ]; then

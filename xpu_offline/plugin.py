@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from xpu_offline import results
 from xpu_offline.driver import install, prepare_environment
 from xpu_offline.narrow import every_value
 from xpu_offline.record import Record
@@ -41,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=CACHE / "observations.json",
         metavar="PATH",
         help="where to write what was seen of each kernel",
+    )
+    parser.addoption(
+        "--xpu-results-of",
+        metavar="FILE",
+        help="keep the results of this file of tests, the only one of the run, for the next check",
     )
 
 
@@ -116,5 +122,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\nFAILED {report.nodeid}: {message.strip()[:300]}", file=sys.__stdout__, flush=True)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     RECORD.write(session.config.getoption("--xpu-observations"))
+    test_file = session.config.getoption("--xpu-results-of")
+    if test_file is None or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return
+    rows = RECORD.rows()
+    if any(row["failures"] for row in rows):
+        return
+    # What stands behind the test file is what the caller of the check gave.
+    arguments = list(session.config.invocation_params.args)
+    arguments = arguments[len(arguments) - arguments[::-1].index(test_file) :]
+    results.store(CACHE, test_file, arguments, rows, f"{session.testscollected - session.testsfailed} tests")
