@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -122,21 +123,31 @@ class Fixed:
         kept = bound.kept.get(seen)
         if kept is None:
             compiled = self.function[grid](*args, **self.constants)
-            bound.kept[seen] = compiled, tuple(self.constants[name] for name in self.names[len(args) :])
+            bound.tail = tuple(self.constants[name] for name in self.names[len(args) :])
+            bound.kept[seen] = compiled, grid, _launcher(compiled, grid)
             return
-        compiled, tail = kept
+        compiled, last, launch = kept
+        if grid != last:
+            launch = _launcher(compiled, grid)
+            bound.kept[seen] = compiled, grid, launch
         # Triton asks for the stream itself where it is None.
         stream = torch._C._cuda_getCurrentRawStream(index) if first.is_cuda else None
-        compiled[(*grid, 1, 1)[:3]](*passed, *tail, stream=stream)
+        launch(*passed, *bound.tail, stream=stream)
+
+
+def _launcher(compiled: Any, grid: tuple[int, ...]) -> Any:
+    return compiled[(*grid, 1, 1)[:3]]
 
 
 class _Bound:
-    """What arguments of given types are specialized on, and the compiled kernels by it."""
+    """What arguments of given types are specialized on, and by it the compiled kernels, each with its last launcher."""
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
         self.integers = [i for i, kind in enumerate(kinds) if kind is int]
         self.pointers = [i for i, kind in enumerate(kinds) if kind not in (int, float, bool, type(None))]
-        self.kept: dict[tuple, tuple[Any, tuple]] = {}
+        self.kept: dict[tuple, tuple[Any, tuple[int, ...], Any]] = {}
+        # The constants of the kernel, which stand behind the arguments.
+        self.tail: tuple = ()
 
     def specialize(self, args: tuple, device: int, addresses: bool) -> tuple[tuple, list]:
         """What Triton's compiler sees of the arguments, and the arguments to launch with.
@@ -156,6 +167,17 @@ class _Bound:
         # 1 is a constant; else what counts is whether 16 divides it and whether it needs 64 bits.
         seen += ["1" if v == 1 else (v & 15 == 0) + 2 * (v >> 31) for v in [args[i] for i in self.integers]]
         return tuple(seen), passed
+
+
+@contextlib.contextmanager
+def without_launches() -> Iterator[None]:
+    """Launch nothing inside a `with` block: to see how kernels would be launched, on tensors without data."""
+    call = Fixed.__call__
+    Fixed.__call__ = lambda *args: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Fixed.__call__ = call  # type: ignore[method-assign]
 
 
 def kernel(function: Any) -> Any:

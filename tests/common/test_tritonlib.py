@@ -1,4 +1,4 @@
-"""Without Triton, everything imports and the references run."""
+"""Without Triton everything imports and the references run; with it, launches are kept by what they depend on."""
 
 from __future__ import annotations
 
@@ -124,3 +124,93 @@ def test_arithmetic() -> None:
         for b in (1, 2, 7, 64):
             assert (tritonlib.cdiv(a, b) - 1) * b < a <= tritonlib.cdiv(a, b) * b
     assert (tritonlib.cdiv(0, 5), tritonlib.next_power_of_2(0)) == (0, 1)
+
+
+# ------------------------------------------------------------------------------------------- launches kept by the host
+
+
+class Compilations:
+    """Stands where `triton.jit` leaves a function: counts compilations, keeps what is launched."""
+
+    __name__ = "counted"
+
+    def __init__(self) -> None:
+        self.compiled: list[dict] = []
+        self.launched: list[tuple] = []
+
+    def fn(self, x_ptr, n, scale, BLOCK) -> None:
+        raise AssertionError("never run")
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*args, **constants):
+            self.compiled.append(constants)
+            return self
+
+        return compile_and_launch if len(grid) < 3 else self.launcher(grid)
+
+    def launcher(self, grid):
+        return lambda *args, stream: self.launched.append((grid, args))
+
+
+@pytest.fixture
+def compilations() -> Compilations:
+    return Compilations()
+
+
+@pytest.fixture
+def counted(compilations: Compilations) -> tritonlib.Kernel:
+    return tritonlib.Kernel(compilations)
+
+
+X = torch.empty(8, device="meta")
+
+
+def test_a_launch_is_kept(counted: tritonlib.Kernel, compilations: Compilations) -> None:
+    for n in (48, 64, 32):
+        counted[(7,)](X, n, 0.5, BLOCK=16)
+    assert compilations.compiled == [dict(BLOCK=16)]
+    # The tensor, the number as it is, and the constant behind them.
+    assert [(grid, args[1:]) for grid, args in compilations.launched] == [
+        ((7, 1, 1), (64, 0.5, 16)),
+        ((7, 1, 1), (32, 0.5, 16)),
+    ]
+
+
+def test_a_kept_launch_follows_the_grid(counted: tritonlib.Kernel, compilations: Compilations) -> None:
+    for grid in ((7,), (8,), (8,), (7, 2)):
+        counted[grid](X, 48, 0.5, BLOCK=16)
+    assert len(compilations.compiled) == 1
+    assert [grid for grid, _ in compilations.launched] == [(8, 1, 1), (8, 1, 1), (7, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(n=1),
+        dict(n=47),
+        dict(n=1 << 32),
+        dict(n=48.0),
+        dict(scale=None),
+        dict(x=X.double()),
+        dict(BLOCK=32),
+        dict(num_warps=8),
+    ],
+    ids=str,
+)
+def test_what_is_compiled_anew(counted: tritonlib.Kernel, compilations: Compilations, other: dict) -> None:
+    """What Triton specializes on: a launch of a kernel that was made for something else would be wrong."""
+    given = dict(x=X, n=48, scale=0.5, BLOCK=16)
+    for call in (given, given | other, given, given | other):
+        call = dict(call)
+        counted[(7,)](call.pop("x"), call.pop("n"), call.pop("scale"), **call)
+    assert len(compilations.compiled) == 2
+    assert len(compilations.launched) == 2
+
+
+def test_alignment_is_seen() -> None:
+    bound = tritonlib._Bound((torch.Tensor,))
+    x = torch.empty(64, dtype=torch.bfloat16)
+    seen = {bound.specialize((x[i:],), 0, addresses=True)[0] for i in (0, 8, 1)}
+    assert len(seen) == 2
+    assert bound.specialize((x,), 0, addresses=True)[1] == [x.data_ptr()]
+    assert bound.specialize((x,), 0, addresses=False)[1][0] is x

@@ -230,7 +230,10 @@ def add_outer(
             part, rest = _leading(rest, DOT)
             state = tl.dot(B, part, state, input_precision=PRECISION)
     else:
+        # A sum of its own: the matrix units of NVIDIA cut off what is small beside the accumulator, at every step.
+        added = tl.zeros(state.shape, dtype=tl.float32)
         for _ in tl.static_range(TERMS):
             part, rest = _leading(rest, DOT)
-            state = tl.dot(B, part, state, input_precision=PRECISION)
+            added = tl.dot(B, part, added, input_precision=PRECISION)
+        state += added
     return state
