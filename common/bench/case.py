@@ -72,6 +72,8 @@ class Case:
     unread: Callable[[Args], int] = lambda args: 0
     # Whether the reference compiles within seconds: one with a loop over time does not.
     compiles: bool = True
+    # Whether an op that has a kernel has it for these sizes: not where they are another back end's.
+    has_kernel: bool = True
 
     def draw(self, size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Args:
         """Arguments of one call, from a seed.

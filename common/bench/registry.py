@@ -17,6 +17,7 @@ from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
 from xpu_ports.common.kernels.kda import CHUNK, chunk_kda, kda_gate, recurrent_kda
 from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
+from xpu_ports.common.kernels.mla_decode import mla_decode
 from xpu_ports.common.kernels.moe_experts import moe_experts
 from xpu_ports.common.kernels.moe_router import moe_sigmoid_router
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
@@ -110,6 +111,30 @@ def _cache_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]
         return sample_index(sample_index(t, ends[0]).transpose(0, 1), ends[1]).transpose(0, 1)
 
     return (take(q), take(k), take(v), *rest), [take(outputs[0])]
+
+
+def _latents(size: Size, draw: Draw) -> Args:
+    B, H, S, R, K = (size[letter] for letter in "BHSRK")
+    Z = size.get("Z", S)
+    mask = None if Z == S else (torch.arange(Z, device=draw.device) < S)[None]
+    # The published models' heads have 128 columns of their own beside the shared ones.
+    return draw(B, H, R + K), draw(B, Z, R + K), mask, R, (128 + K) ** -0.5
+
+
+def _unseen_latents(args: Args) -> int:
+    _, rows, mask, *_ = args
+    off = 0.0 if mask is None else 1.0 - mask.float().mean().item()
+    return round(off * rows.numel() * rows.element_size())
+
+
+def _latents_flops(size: Size) -> int:
+    return 2 * size["B"] * size["H"] * size["S"] * (2 * size["R"] + size["K"])
+
+
+def _latents_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+    q, rows, *rest = args
+    ends = sorted({0, q.shape[0] - 1})
+    return (sample_index(q, ends), sample_index(rows, ends), *rest), [sample_index(outputs[0], ends)]
 
 
 # ----------------------------------------------------------------------------------------------------- linear layers
@@ -271,18 +296,25 @@ def _first_head_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Te
 
 def _router(size: Size, draw: Draw) -> Args:
     T, E = size["T"], size["E"]
-    return draw(T, E, dtype=torch.float32), 0.1 * draw(E, dtype=torch.float32), size["A"], 2.446
+    wide = torch.promote_types(draw.dtype, torch.float32)
+    return draw(T, E, dtype=wide), 0.1 * draw(E, dtype=wide), size["A"], 2.446
 
 
 def _experts(size: Size, draw: Draw) -> Args:
+    # With a shared expert as wide as the others, as in the published models.
     T, E, D, F = (size[letter] for letter in "TEDF")
     weights, indices = moe_sigmoid_router.reference(*_router(size, draw))
-    gate_up = draw(E, 2 * F, D) * D**-0.5
-    return draw(T, D), gate_up, draw(E, D, F) * F**-0.5, indices, weights
+    gate_up, shared_gate_up = _matrices(draw, E, 2 * F, D), _matrix(draw, 2 * F, D)
+    down, shared_down = _matrices(draw, E, D, F), _matrix(draw, D, F)
+    return draw(T, D), gate_up, down, indices, weights, None, shared_gate_up, shared_down
+
+
+def _matrices(draw: Draw, e: int, n: int, k: int) -> Tensor:
+    return draw(e, n, k).mul_(k**-0.5)
 
 
 def _experts_flops(size: Size) -> int:
-    return 6 * size["T"] * size["A"] * size["D"] * size["F"]
+    return 6 * size["T"] * (size["A"] + 1) * size["D"] * size["F"]
 
 
 def _other_experts(args: Args) -> int:
@@ -293,8 +325,8 @@ def _other_experts(args: Args) -> int:
 
 
 def _tokens_of_experts(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
-    x, gate_up, down, indices, weights = args
-    return (x[:4], gate_up, down, indices[:4], weights[:4]), [outputs[0][:4]]
+    x, gate_up, down, indices, weights, *rest = args
+    return (x[:4], gate_up, down, indices[:4], weights[:4], *rest), [outputs[0][:4]]
 
 
 def _channels_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
@@ -430,6 +462,23 @@ CASES = {
             unread=_unseen,
         ),
         Case(
+            "mla_decode",
+            mla_decode,
+            (
+                "B1-H32-S256-R512-K64",
+                "B1-H32-S2048-R512-K64",
+                "B1-H32-S32768-R512-K64",
+                "B32-H32-S256-R512-K64",
+                "B32-H32-S2048-R512-K64",
+                "B32-H32-S2048-R512-K64-Z4096",
+            ),
+            _latents,
+            _peers("mla_decode", "pytorch"),
+            _latents_sample,
+            _latents_flops,
+            unread=_unseen_latents,
+        ),
+        Case(
             "causal_conv1d",
             causal_conv1d,
             ("B1-T256-D4352-W4-Z8512", "B1-T8192-D4352-W4-Z8512"),
@@ -500,13 +549,25 @@ CASES = {
         Case(
             "moe_experts",
             moe_experts,
-            tuple(f"T{T}-E64-A8-D2304-F1024" for T in (1, 32, 4096)),
+            tuple(f"T{T}-E64-A8-D2304-F1024" for T in (1, 4, 16)),
             _experts,
             {},
             _tokens_of_experts,
             _experts_flops,
             compiles=False,
             unread=_other_experts,
+        ),
+        Case(
+            "moe_experts_many",
+            moe_experts,
+            tuple(f"T{T}-E64-A8-D2304-F1024" for T in (32, 256, 4096)),
+            _experts,
+            {},
+            _tokens_of_experts,
+            _experts_flops,
+            compiles=False,
+            unread=_other_experts,
+            has_kernel=False,
         ),
         Case(
             "mamba2_decode_step",

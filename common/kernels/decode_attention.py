@@ -90,7 +90,7 @@ def _refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float)
 
 
 @triton.jit
-def _read_mask(mask_ptrs, inside, MASK: tl.constexpr, ADDITIVE: tl.constexpr, NEVER: tl.constexpr):
+def read_mask(mask_ptrs, inside, MASK: tl.constexpr, ADDITIVE: tl.constexpr, NEVER: tl.constexpr):
     """(whether each key counts, what is added to its score in units of log 2)."""
     bias = tl.zeros(inside.shape, dtype=tl.float32)
     if not MASK:
@@ -196,10 +196,14 @@ def _decode_attention_kernel(
     # Blocks are dealt out in turn, so that the parts of a cache that is filled to some point are equally long.
     for start in range(split * BLOCK_S, S, splits * BLOCK_S):
         offs_s = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
-        counts, bias = _read_mask(mask_ptr + offs_s * stride_m_s, offs_s < S, MASK, ADDITIVE, NEVER)
+        counts, bias = read_mask(mask_ptr + offs_s * stride_m_s, offs_s < S, MASK, ADDITIVE, NEVER)
         k_ptrs = k_ptr + offs_s[:, None] * stride_k_s + offs_k[None, :]
         v_ptrs = v_ptr + offs_s[:, None] * stride_v_s + offs_v[None, :]
-        if tl.max(counts.to(tl.int32), axis=0) > 0:
+        some = True
+        if MASK:
+            some = tl.max(counts.to(tl.int32), axis=0) > 0
+        # Without a mask no branch, so that the loads of the next block may start before this one is worked on.
+        if some:
             if DOT:
                 top, total, acc = _attend_dot(q, k_ptrs, v_ptrs, mask_k, mask_v, bias, counts, top, total, acc, scale)
             else:
@@ -213,7 +217,7 @@ def _decode_attention_kernel(
     row = b * (G * M) + offs_h
     mask_y = mask_m[:, None] & mask_v[None, :]
     if SPLIT:
-        # What `_join_kernel` reads: acc, top and total of each part.
+        # What `join_kernel` reads: acc, top and total of each part.
         part_ptrs = y_ptr + (row * splits + split) * (V + 2)
         tl.store(part_ptrs[:, None] + offs_v[None, :], acc, mask=mask_y)
         tl.store(part_ptrs + V, top, mask=mask_m)
@@ -225,7 +229,7 @@ def _decode_attention_kernel(
 
 @kernel
 @triton.jit(do_not_specialize=["splits"])
-def _join_kernel(
+def join_kernel(
     part_ptr,
     y_ptr,
     splits,
@@ -321,7 +325,7 @@ def decode_attention_triton(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
         )
         if splits > 1:
             block_v = min(32, next_power_of_2(V))
-            _join_kernel[(B * H, cdiv(V, block_v))](
+            join_kernel[(B * H, cdiv(V, block_v))](
                 out, y, splits, V=V, BLOCK_SPLITS=MOST_SPLITS, BLOCK_V=block_v, num_warps=4
             )
     return y

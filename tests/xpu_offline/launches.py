@@ -26,7 +26,9 @@ from xpu_ports.common.device import use_architecture
 ARCHITECTURES = ("max", "xe2", "arc-a")
 # The benchmark rows of ops with a kernel.
 KERNEL_CASES = {
-    name: case for name, case in CASES.items() if any(i.backend == "triton" for i in case.op.implementations)
+    name: case
+    for name, case in CASES.items()
+    if case.has_kernel and any(i.backend == "triton" for i in case.op.implementations)
 }
 Launch = tuple[str, tuple[int, ...], dict[str, Any]]
 
@@ -90,7 +92,7 @@ def lines() -> Iterator[str]:
                 by_launch: dict[str, list[str]] = {}
                 for architecture in ARCHITECTURES:
                     _, _, launches = launches_of(case, size, dtype, architecture)
-                    text = "; ".join(_text(launch) for launch in launches)
+                    text = "; ".join(_text(launch) for launch in launches) or "none"
                     by_launch.setdefault(text, []).append(architecture)
                 for text, names in by_launch.items():
                     yield f"{case.name} {size} {str(dtype).removeprefix('torch.')} on {', '.join(names)}: {text}"

@@ -25,8 +25,11 @@ from xpu_ports.common.dispatch import OPS, BackendError, use_backend
 
 RECORDED = pathlib.Path(__file__).with_name("launches.txt")
 EVERY_CASE = pytest.mark.parametrize("case", KERNEL_CASES.values(), ids=KERNEL_CASES)
-# What has no plan on an architecture, and why; everything else has one.
-WITHOUT_PLAN: dict[tuple[str, str], str] = {}
+# What has no plan on an architecture or for a dtype, and why; everything else has one.
+WITHOUT_PLAN: dict[tuple[str, str | torch.dtype], str] = {
+    ("mla_decode", "arc-a"): "triton: arc-a has no matrix units",
+    ("mla_decode", torch.float32): "triton: dtype torch.float32 is not one of float16, bfloat16",
+}
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -69,8 +72,9 @@ def test_triton_at_model_sizes(case: Case, dtype: torch.dtype, architecture: str
     facts = FACTS[architecture]
     for size in case.sizes:
         backend, reason, launches = launches_of(case, size, dtype, architecture)
-        if (case.op.name, architecture) in WITHOUT_PLAN:
-            assert reason.startswith(WITHOUT_PLAN[case.op.name, architecture])
+        why = WITHOUT_PLAN.get((case.op.name, dtype)) or WITHOUT_PLAN.get((case.op.name, architecture))
+        if why is not None:
+            assert reason.startswith(why)
             assert not launches
             continue
         assert (backend, reason) == ("triton", "first that does not refuse")
@@ -98,7 +102,8 @@ def test_recorded_launches() -> None:
 def test_fp64_is_refused(case: Case) -> None:
     given = arguments(case, case.sizes[0], torch.float64)
     backend, reason = choose(case, given)
-    assert backend == second_choice(case)
+    # A second choice may not take it either.
+    assert backend in (second_choice(case), "reference")
     assert "float64" in reason
     assert "float64" in forced_refusal(case, given)
 
@@ -151,7 +156,7 @@ def test_a_last_stride_is_refused(case: Case) -> None:
         assert "stride" in reason
     else:
         names = set(_stride_arguments(case))
-        assert "stride_x_d" in names or "STRIDE_S" in names, (
+        assert names & {"stride_x_d", "stride_l_e", "STRIDE_S"}, (
             "it takes a last stride that its kernel has no argument for"
         )
 

@@ -103,3 +103,12 @@ def adapted_linears(x: Tensor, weights: list[Tensor], a: list[Tensor], b: list[T
         return [F.linear(x, w) + F.linear(F.linear(x, d), u) for w, d, u in zip(weights, a, b, strict=True)]
 
     return call
+
+
+def mla_decode(q: Tensor, rows: Tensor, mask: Tensor | None, latent: int, scale: float) -> Callable[[], Any]:
+    where = None if mask is None else mask[:, None, None]
+    k = rows[:, None]
+    attend = functools.partial(
+        F.scaled_dot_product_attention, q[:, :, None], k, k[..., :latent], where, scale=scale, enable_gqa=True
+    )
+    return lambda: attend()[:, :, 0]

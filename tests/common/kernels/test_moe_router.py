@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import Runner
-from xpu_ports.common.kernels.moe_router import moe_sigmoid_router
+from tests.common.ops import Runner, refusal
+from xpu_ports.common.kernels import moe_router as module
+from xpu_ports.common.kernels.moe_router import MOST_EXPERTS, moe_sigmoid_router
 
 pytestmark = pytest.mark.op("moe_sigmoid_router")
 
@@ -19,10 +20,18 @@ def apart(N: int, E: int, dtype: torch.dtype) -> Tensor:
     return ((torch.rand(N, E).argsort(-1) - E // 2) * min(0.1, 8 / E)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(
-    "size", [dict(N=1, E=1, A=1), dict(N=7, E=8, A=2), dict(N=33, E=64, A=8), dict(N=5, E=3, A=3), dict(N=0, E=8, A=2)]
-)
+SIZES = [
+    dict(N=1, E=1, A=1),
+    dict(N=7, E=8, A=2),
+    dict(N=65, E=64, A=8),
+    dict(N=5, E=3, A=3),
+    dict(N=2, E=257, A=7),
+    dict(N=0, E=8, A=2),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", SIZES)
 def test_sizes(run: Runner, size: dict, dtype: torch.dtype) -> None:
     N, E, A = size.values()
     # bf16 has not the digits to keep that many apart.
@@ -67,6 +76,43 @@ def test_of_equal_scores_the_lower_index_goes_first(run: Runner) -> None:
     assert weights.unique().tolist() == [0.125]
 
 
+def test_ties_that_the_bias_makes(run: Runner) -> None:
+    """Of two equal groups the higher takes part with its lowest members, in their order."""
+    bias = torch.tensor([0.0, 0.5] * 40)
+    _, indices = run(torch.zeros(3, 80), bias, 5, 1.0)
+    assert indices.tolist() == [[1, 3, 5, 7, 9]] * 3
+
+
+def test_an_expert_that_is_never_chosen_unless_all_are(run: Runner) -> None:
+    bias = torch.zeros(6)
+    bias[[0, 1, 4]] = float("-inf")
+    logits = apart(5, 6, torch.float32)
+    _, indices = run(logits, bias, 3, 1.0)
+    assert (indices.sort(-1).values == torch.tensor([2, 3, 5])).all()
+    _, indices = run(logits, bias, 6, 1.0)
+    assert (indices[:, 3:] == torch.tensor([0, 1, 4])).all()
+
+
+def test_not_a_number(run: Runner) -> None:
+    """Its token has no weights either, and its indices are those of experts, each once; other tokens keep theirs."""
+    logits = apart(4, 40, torch.float32)
+    logits[1] = float("nan")
+    logits[2, 37] = float("nan")
+    weights, indices = run(logits, torch.zeros(40), 3, SCALE)
+    assert indices[1].tolist() == [0, 1, 2]
+    assert indices[2, 0] == 37
+    assert weights[1:3].isnan().all()
+    assert weights[[0, 3]].isfinite().all()
+    assert all(len(set(row.tolist())) == 3 for row in indices)
+
+
+def test_float64() -> None:
+    """The oracle's own dtype comes out as it goes in."""
+    weights, indices = moe_sigmoid_router(apart(5, 16, torch.float64), torch.zeros(16), 3, SCALE)
+    assert weights.dtype == torch.float64
+    assert indices.dtype == torch.int64
+
+
 def test_scores_of_zero(run: Runner) -> None:
     """sigmoid(-200) is 0 in fp32: the weights are 0, not 0 / 0."""
     weights, _ = moe_sigmoid_router(torch.full((2, 4), -200.0), torch.zeros(4), 2, SCALE)
@@ -75,7 +121,8 @@ def test_scores_of_zero(run: Runner) -> None:
 
 
 def test_strides(run: Runner) -> None:
-    run(apart(5, 16, torch.float32).repeat(1, 2)[:, ::2][:, :8], torch.zeros(16)[::2], 3, SCALE)
+    run(apart(5, 16, torch.float32)[:, ::2], torch.zeros(16)[::2], 3, SCALE)
+    run(apart(8, 5, torch.float32).T, torch.zeros(8), 3, SCALE)
 
 
 def test_gradients(run: Runner) -> None:
@@ -89,3 +136,29 @@ def test_gradients(run: Runner) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
     # Weights that always sum to the scale do not move when all chosen ones are scaled alike.
     assert got.abs().sum() > 0
+
+
+GOOD = dict(logits=torch.zeros(3, 8), correction_bias=torch.zeros(8), top_k=2, scale=1.0)
+WIDE = MOST_EXPERTS + 1
+REFUSED = {
+    "fp64": (dict(logits=torch.zeros(3, 8).double()), "logits has dtype torch.float64"),
+    "fp64 bias": (dict(correction_bias=torch.zeros(8).double()), "bias has dtype torch.float64"),
+    "dimensions": (dict(logits=torch.zeros(1, 3, 8)), "expected (N, E) and (E,)"),
+    "bias": (dict(correction_bias=torch.zeros(7)), "expected (N, E) and (E,)"),
+    "experts": (dict(logits=torch.zeros(3, WIDE), correction_bias=torch.zeros(WIDE)), "1025 experts, more than 1024"),
+    "chosen": (dict(logits=torch.zeros(3, 40), correction_bias=torch.zeros(40), top_k=33), "33 of 40 experts"),
+    "none": (dict(top_k=0), "0 of 8 experts, not 1 to 8"),
+    "gradient": (dict(logits=torch.zeros(3, 8, requires_grad=True)), "no backward"),
+}
+
+
+@pytest.mark.parametrize(("changed", "why"), REFUSED.values(), ids=REFUSED)
+def test_refusals(changed: dict, why: str) -> None:
+    assert refusal(moe_sigmoid_router, **GOOD) == ""
+    assert why in refusal(moe_sigmoid_router, **GOOD | changed)
+
+
+def test_refusal_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AVAILABLE", False)
+    monkeypatch.setattr(module, "WHY_NOT", "Triton cannot be imported: no module")
+    assert "no module" in refusal(moe_sigmoid_router, **GOOD)
