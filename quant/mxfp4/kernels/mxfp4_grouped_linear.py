@@ -7,11 +7,19 @@ Source: as `xpu_ports.quant.mxfp4.kernels.mxfp4_linear`, one weight a row.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
+from xpu_ports.common.tritonlib import cdiv
 from xpu_ports.quant.mxfp4 import format
-from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import product
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import product, tiles, vector
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear.triton import refuses_weight
+
+# Pairs of row and expert up to which each pair reads its expert's weight by itself. Sorting the rows, which saves
+# reading twice what several rows chose, takes eight small launches.
+LARGEST_UNSORTED = 64
 
 
 def _fake(x: Tensor, packed: Tensor, scale: Tensor, experts: Tensor) -> Tensor:
@@ -58,3 +66,30 @@ def check_arguments(x: Tensor, packed: Tensor, scale: Tensor, experts: Tensor) -
         raise ValueError(
             f"experts {tuple(experts.shape)} of {experts.dtype} for {x.shape[0]} rows, expected [M] or [M, A], int64"
         )
+
+
+def _refuses(x: Tensor, packed: Tensor, scale: Tensor, experts: Tensor) -> str | None:
+    if experts.dtype != torch.int64:
+        return f"experts have dtype {experts.dtype}, not torch.int64"
+    return refuses_weight(x, packed, scale)
+
+
+@mxfp4_grouped_linear.implement("triton", "xpu", "cuda", refuses=_refuses)
+def mxfp4_grouped_linear_triton(x: Tensor, packed: Tensor, scale: Tensor, experts: Tensor) -> Tensor:
+    check_arguments(x, packed, scale, experts)
+    M, K = x.shape
+    E, N = packed.shape[:2]
+    y = torch.empty((*experts.shape, N), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    flat = experts.reshape(-1)
+    R, arch = flat.numel(), architecture(x.device)
+    if R <= LARGEST_UNSORTED or not arch.matrix_units:
+        vector.launch(x, packed, scale, None, y, 1, flat, R // M)
+        return y
+    # Nothing here waits for the device.
+    counts = torch.zeros(E, dtype=torch.int32, device=x.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    groups = tiles.Groups(flat.argsort(stable=True), counts.cumsum(0, dtype=torch.int32), counts, R // M)
+    tiles.launch(x, packed, scale, None, y, tiles.plan(arch, cdiv(R, E), N, K, grouped=True), groups)
+    return y

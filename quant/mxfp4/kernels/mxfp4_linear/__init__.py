@@ -123,3 +123,8 @@ def check_arguments(x: Tensor, packed: Tensor, scale: Tensor) -> None:
     K = format.check(packed, scale)
     if packed.dim() != 2 or x.dim() == 0 or x.shape[-1] != K:
         raise ValueError(f"x {tuple(x.shape)} and packed {tuple(packed.shape)} are not [..., K] and [N, K/2]")
+
+
+# Registered in this order, which is that of preference.
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import vllm_xpu as _vllm_xpu  # noqa: E402, F401, I001
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import triton as _triton  # noqa: E402, F401

@@ -1,0 +1,331 @@
+"""Several rows of x against a weight in MXFP4 on the matrix units; the weight is decoded in registers.
+
+Used by the linear layers and by the grouped one, whose rows are sorted by expert. Operands are bf16, which holds every
+number of the weight; a wider x is a sum of two or three bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xpu_ports.common.device import Architecture, architecture, grf_options
+from xpu_ports.common.kernels.rms_norm import dims_used, row_offset
+from xpu_ports.common.layout import row_strides
+from xpu_ports.common.tritonlib import cdiv, kernel, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.quant.mxfp4.kernels.decoding import number, power
+
+# bf16 that add up to a number: 8 bits of the mantissa each.
+PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+
+@triton.jit
+def _multiply(x, packed, scale, acc, SWAP: tl.constexpr):
+    """acc + x W^T, of bf16 [M, K], codes [N, K/2] and scales [N, K/32]; acc is [N, M] where SWAP."""
+    if SWAP:
+        acc = tl.dot_scaled(packed, scale, "e2m1", tl.trans(x), None, "bf16", acc, fast_math=True)
+    else:
+        acc = tl.dot_scaled(x, None, "bf16", tl.trans(packed), scale, "e2m1", acc, fast_math=True)
+    return acc
+
+
+@triton.jit
+def _top(x):
+    """The first 8 bits of the mantissa of an fp32, as bf16."""
+    return ((x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _rest(x, top):
+    """What _top left over; nothing of an infinity."""
+    wide = top.to(tl.float32)
+    return tl.where(wide == x, 0.0, x - wide)
+
+
+@kernel
+@triton.jit
+def _tile_kernel(
+    x_ptr,
+    packed_ptr,
+    scale_ptr,
+    bias_ptr,
+    order_ptr,
+    row_ends_ptr,
+    tile_ends_ptr,
+    y_ptr,
+    rows,
+    N,
+    n1,
+    n2,
+    stride_x_0,
+    stride_x_1,
+    stride_x_2,
+    stride_p_e,
+    stride_p_n,
+    stride_s_e,
+    stride_s_n,
+    share,
+    row_tiles,
+    E,
+    K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DIMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SWAP: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile of y over one of SPLIT parts of K; rows of one expert where GROUPED."""
+    pid, part = tl.program_id(0), tl.program_id(1)
+    # Tiles of the same weights run side by side.
+    tile, pid_n = pid % row_tiles, pid // row_tiles
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    at_n = offs_n.to(tl.int64)
+    packed_ptrs = packed_ptr + at_n[:, None] * stride_p_n + tl.arange(0, BLOCK_K // 2)[None, :]
+    scale_ptrs = scale_ptr + at_n[:, None] * stride_s_n + tl.arange(0, BLOCK_K // 32)[None, :]
+    if GROUPED:
+        # The tiles of all experts in order: whose this is, and which of its rows.
+        offs_e = tl.arange(0, BLOCK_E)
+        tile_ends = tl.load(tile_ends_ptr + offs_e, mask=offs_e < E, other=2**30)
+        before = tile_ends <= tile
+        expert = tl.sum(before.to(tl.int32), axis=0)
+        if expert >= E:
+            return
+        first_tile = tl.max(tl.where(before, tile_ends, 0), axis=0)
+        end = tl.load(row_ends_ptr + expert)
+        start = tl.load(row_ends_ptr + expert - 1, mask=expert > 0, other=0)
+        place = start + (tile - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = place < end
+        offs_m = tl.load(order_ptr + place, mask=mask_m, other=0).to(tl.int64)
+        packed_ptrs += expert.to(tl.int64) * stride_p_e
+        scale_ptrs += expert.to(tl.int64) * stride_s_e
+        x_at = row_offset(offs_m // share, n1, n2, stride_x_0, stride_x_1, stride_x_2, DIMS)
+    else:
+        offs_m = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < rows
+        x_at = row_offset(offs_m, n1, n2, stride_x_0, stride_x_1, stride_x_2, DIMS)
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + x_at[:, None] + offs_k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    largest = tl.zeros((BLOCK_N, BLOCK_K // 32), dtype=tl.int32)
+    length: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    first = part * length
+    for k in tl.range(first, tl.minimum(first + length, K), BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            packed = tl.load(packed_ptrs + k // 2, mask=mask_n[:, None], other=0)
+            scale = tl.load(scale_ptrs + k // 32, mask=mask_n[:, None], other=0)
+            x = tl.load(x_ptrs + k, mask=mask_m[:, None], other=0.0)
+        else:
+            mask_k = k + offs_k < K
+            mask_b = k // 32 + tl.arange(0, BLOCK_K // 32) < K // 32
+            mask_p = k // 2 + tl.arange(0, BLOCK_K // 2) < K // 2
+            packed = tl.load(packed_ptrs + k // 2, mask=mask_n[:, None] & mask_p[None, :], other=0)
+            scale = tl.load(scale_ptrs + k // 32, mask=mask_n[:, None] & mask_b[None, :], other=0)
+            x = tl.load(x_ptrs + k, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+        largest = tl.maximum(largest, scale.to(tl.int32))
+        if PARTS == 1:
+            acc = _multiply(x, packed, scale, acc, SWAP)
+        else:
+            x = x.to(tl.float32)
+            top = _top(x)
+            acc = _multiply(top, packed, scale, acc, SWAP)
+            x = _rest(x, top)
+            top = _top(x)
+            acc = _multiply(top, packed, scale, acc, SWAP)
+            if PARTS == 3:
+                acc = _multiply(_top(_rest(x, top)), packed, scale, acc, SWAP)
+    y = tl.trans(acc) if SWAP else acc
+    # dot_scaled is free to take a scale of 255 for infinity.
+    y = tl.where((tl.max(largest, axis=1) == 255)[None, :], float("nan"), y)
+    if BIAS:
+        y += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + (part.to(tl.int64) * rows + offs_m)[:, None] * N + offs_n[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
+
+
+@kernel
+@triton.jit
+def _sum_kernel(parts_ptr, bias_ptr, y_ptr, size, N, SPLIT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """The parts of K added up, [SPLIT, size] in fp32, with the bias."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < size
+    y = tl.load(parts_ptr + offs, mask=mask, other=0.0)
+    for part in tl.static_range(1, SPLIT):
+        y += tl.load(parts_ptr + part * size + offs, mask=mask, other=0.0)
+    if BIAS:
+        y += tl.load(bias_ptr + offs % N, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+@triton.jit
+def _decode_kernel(
+    packed_ptr,
+    scale_ptr,
+    w_ptr,
+    N,
+    stride_p,
+    stride_s,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_N rows of BLOCK_K columns, decoded to w, contiguous [N, K]."""
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_p = tl.program_id(1) * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    at_n = offs_n.to(tl.int64)[:, None]
+    mask = (offs_n < N)[:, None] & (offs_p < K // 2)[None, :]
+    codes = tl.load(packed_ptr + at_n * stride_p + offs_p[None, :], mask=mask, other=0).to(tl.int32)
+    scale = power(tl.load(scale_ptr + at_n * stride_s + (offs_p // 16)[None, :], mask=mask, other=0))
+    low = number(((codes & 7) << 22) | ((codes & 8) << 28), False) * scale
+    high = number(((codes & 0x70) << 18) | ((codes & 0x80) << 24), False) * scale
+    w = tl.reshape(tl.join(low.to(w_ptr.dtype.element_ty), high.to(w_ptr.dtype.element_ty)), (BLOCK_N, BLOCK_K))
+    tl.store(w_ptr + at_n * K + offs_k[None, :], w, mask=(offs_n < N)[:, None] & (offs_k < K)[None, :])
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the product is cut: rows, outputs and columns of a program, parts of K, warps, loads in flight."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int = 2
+    split: int = 1
+    swap: bool = False
+    registers: int = 128
+
+
+def plan(arch: Architecture, M: int, N: int, K: int, grouped: bool = False) -> Tile:
+    """The tile for M rows; of an expert on average, and then over all of K, where they are grouped."""
+    if arch.name == "nvidia":
+        if M <= 16:
+            return Tile(16, 128, 128, 4, 3, split=1 if grouped else _split(arch, cdiv(N, 128), K, 3), swap=True)
+        if M <= 64:
+            return Tile(64, 128, 128, 4, 3, split=1 if grouped else _split(arch, cdiv(N, 128), K, 2), swap=True)
+        return Tile(128, 128, 64, 8, 3)
+    if M <= 16:
+        return Tile(16, 64, 64, 4, 2, split=1 if grouped else _split(arch, cdiv(N, 64), K, 2))
+    return Tile(64, 64, 64, 8, 2)
+
+
+def _split(arch: Architecture, tiles: int, K: int, programs: int) -> int:
+    """Parts of K, a power of two, for about so many programs a unit, each with some of K left."""
+    split = 1
+    while 2 * split * tiles <= (programs + 0.5) * arch.units and 2 * split * 512 <= K:
+        split *= 2
+    return split
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows sorted by expert: the order, and where the rows of each expert end; A rows of y share one of x."""
+
+    order: Tensor
+    row_ends: Tensor
+    counts: Tensor
+    share: int
+
+
+def launch(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    cut: Tile,
+    groups: Groups | None = None,
+) -> None:
+    """Fill y, contiguous [rows, N] in any floating dtype."""
+    N, K = packed.shape[-2], x.shape[-1]
+    rows = y.numel() // N
+    sizes, (stride_x,) = row_strides(x)  # type: ignore[misc]
+    arch = architecture(x.device)
+    row_tiles, E, tile_ends = cdiv(rows, cut.block_m), 1, x
+    if groups is not None:
+        E = packed.shape[0]
+        # As many as there can be: every expert with rows may have a tile that is not full.
+        row_tiles += min(E, rows)
+        tile_ends = ((groups.counts + (cut.block_m - 1)) // cut.block_m).cumsum(0, dtype=torch.int32)
+    target = y
+    if cut.split > 1:
+        target = torch.empty((cut.split, rows, N), dtype=torch.float32, device=x.device)
+    with on_device_of(x):
+        _tile_kernel[(row_tiles * cdiv(N, cut.block_n), cut.split)](
+            x,
+            packed,
+            scale,
+            x if bias is None else bias,
+            x if groups is None else groups.order,
+            x if groups is None else groups.row_ends,
+            tile_ends,
+            target,
+            rows,
+            N,
+            sizes[1],
+            sizes[2],
+            *stride_x,
+            packed.stride(0) if groups is not None else 0,
+            packed.stride(-2),
+            scale.stride(0) if groups is not None else 0,
+            scale.stride(-2),
+            1 if groups is None else groups.share,
+            row_tiles,
+            E,
+            K=K,
+            SPLIT=cut.split,
+            DIMS=dims_used(sizes),
+            PARTS=PARTS[x.dtype],
+            BIAS=bias is not None and cut.split == 1,
+            GROUPED=groups is not None,
+            SWAP=cut.swap,
+            BLOCK_E=next_power_of_2(E),
+            BLOCK_M=cut.block_m,
+            BLOCK_N=cut.block_n,
+            BLOCK_K=cut.block_k,
+            STAGES=cut.stages,
+            num_warps=cut.warps,
+            **grf_options(cut.registers, arch),
+        )
+        if cut.split > 1:
+            block = 1024
+            _sum_kernel[(cdiv(rows * N, block),)](
+                target,
+                x if bias is None else bias,
+                y,
+                rows * N,
+                N,
+                SPLIT=cut.split,
+                BIAS=bias is not None,
+                BLOCK=block,
+                num_warps=4,
+            )
+
+
+def decode(packed: Tensor, scale: Tensor, w: Tensor) -> None:
+    """Fill w, contiguous [N, K] in any floating dtype."""
+    N, K = w.shape
+    block_n, block_k = 4, min(512, next_power_of_2(K))
+    with on_device_of(w):
+        _decode_kernel[(cdiv(N, block_n), cdiv(K, block_k))](
+            packed,
+            scale,
+            w,
+            N,
+            packed.stride(0),
+            scale.stride(0),
+            K=K,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            num_warps=4,
+        )

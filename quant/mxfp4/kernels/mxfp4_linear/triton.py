@@ -1,0 +1,82 @@
+"""The linear layers on Triton: which kernel for how many rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xpu_ports.common.device import architecture
+from xpu_ports.common.kernels.rms_norm import refuses_rows
+from xpu_ports.common.tritonlib import next_power_of_2
+from xpu_ports.quant.mxfp4.format import BLOCK
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import check_arguments, mxfp4_linear, mxfp4_linear_a4, tiles, vector
+from xpu_ports.quant.mxfp4.kernels.mxfp4_quantize import round_rows
+
+# Rows up to which the weight is decoded in registers; from there on it is decoded to memory, some rows at a time, for
+# the vendor's matrix product, which then takes longer than that.
+LARGEST_TILED = 512
+# Numbers that are decoded at a time.
+_DECODED_AT_ONCE = 2**25
+
+
+def refuses_weight(x: Tensor, packed: Tensor, scale: Tensor) -> str | None:
+    """Why the kernels cannot take x [..., K] and a weight [..., N, K/2], or None; what no back end takes is left."""
+    if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
+        return f"dtypes {packed.dtype} and {scale.dtype}, expected bytes as torch.uint8"
+    if x.dim() == 0 or x.shape[-1] < BLOCK or x.shape[-1] % BLOCK or packed.dim() < 2 or scale.dim() != packed.dim():
+        return "there are no columns, or no whole blocks of them"
+    if packed.stride(-1) != 1 or (scale.stride(-1) != 1 and scale.shape[-1] > 1):
+        return "the last dimension of packed or scale is not contiguous"
+    # The codes are read as 32-bit words.
+    if any(stride % 4 for stride in packed.stride()[:-1]) or packed.storage_offset() % 4:
+        return f"rows of packed codes have strides {packed.stride()}, not multiples of 4"
+    return refuses_rows(x, None)
+
+
+def _refuses(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None) -> str | None:
+    N = packed.shape[0]
+    if bias is not None and (bias.shape != (N,) or bias.dtype != x.dtype or not bias.is_contiguous()):
+        return f"bias has shape {tuple(bias.shape)} and dtype {bias.dtype}, expected ({N},), contiguous, {x.dtype}"
+    return refuses_weight(x, packed, scale)
+
+
+@mxfp4_linear.implement("triton", "xpu", "cuda", refuses=_refuses)
+def mxfp4_linear_triton(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    check_arguments(x, packed, scale)
+    y = torch.empty((*x.shape[:-1], packed.shape[0]), dtype=x.dtype, device=x.device)
+    _multiply(x, packed, scale, bias, y)
+    return y
+
+
+@mxfp4_linear_a4.implement("triton", "xpu", "cuda", refuses=_refuses)
+def mxfp4_linear_a4_triton(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    check_arguments(x, packed, scale)
+    y = torch.empty((*x.shape[:-1], packed.shape[0]), dtype=x.dtype, device=x.device)
+    _multiply(round_rows(x), packed, scale, bias, y)
+    return y
+
+
+def _multiply(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Fill y, contiguous [..., N]; its dtype need not be x's."""
+    if y.numel() == 0:
+        return
+    N, K = packed.shape[0], x.shape[-1]
+    rows, arch = y.numel() // N, architecture(x.device)
+    if rows <= (4 if arch.name != "nvidia" else 1):
+        vector.launch(x, packed, scale, bias, y, next_power_of_2(rows))
+    elif rows <= LARGEST_TILED and arch.matrix_units:
+        tiles.launch(x, packed, scale, bias, y, tiles.plan(arch, rows, N, K))
+    else:
+        _decode_and_multiply(x, packed, scale, bias, y)
+
+
+def _decode_and_multiply(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    N, K = packed.shape[0], x.shape[-1]
+    step = min(N, max(1, _DECODED_AT_ONCE // K))
+    workspace = torch.empty((step, K), dtype=x.dtype, device=x.device)
+    for start in range(0, N, step):
+        some = slice(start, min(start + step, N))
+        weight = workspace[: some.stop - start]
+        tiles.decode(packed[some], scale[some], weight)
+        y[..., some] = F.linear(x, weight, None if bias is None else bias[some].to(x.dtype))
