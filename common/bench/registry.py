@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -587,6 +588,10 @@ CASES = {
         ),
     )
 }
+
+# Rows of ops outside this package; imported by name, so that imports keep pointing one way.
+for _module in ("xpu_ports.quant.mxfp4.bench",):
+    CASES |= {case.name: case for case in importlib.import_module(_module).CASES}
 
 
 def find(names: Iterable[str]) -> list[Case]:

@@ -17,6 +17,10 @@ from xpu_ports.common.bench.registry import CASES, find
 CPU = torch.device("cpu")
 # A size of each row that the reference takes no time for; more rows than a sample takes where it takes some.
 SMALL = {
+    "mxfp4_quantize": "T150-K64",
+    "mxfp4_linear": "T150-N150-K64",
+    "mxfp4_linear_a4": "T150-N150-K64",
+    "mxfp4_grouped_linear": "T9-E6-A2-N150-K64",
     "rms_norm": "T150-N32",
     "add_rms_norm": "T150-N32",
     "rms_norm_backward": "T5-N32",
