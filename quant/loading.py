@@ -77,7 +77,6 @@ class PackedLoading(StrictLoading):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """`StrictLoading.from_pretrained`, after `register()`: the same arguments, results and errors."""
         register()
         return super().from_pretrained(*args, **kwargs)
-
-    from_pretrained.__func__.__doc__ = StrictLoading.from_pretrained.__doc__

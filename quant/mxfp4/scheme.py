@@ -8,6 +8,7 @@ alphabetically first. What is in the file and not computed here is an error, nev
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from xpu_ports.common.checkpoint import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 METHOD = "compressed-tensors"
 FORMAT = "mxfp4-pack-quantized"
@@ -110,6 +113,8 @@ def read_scheme(config: Mapping[str, Any], where: str | os.PathLike) -> Scheme:
     _expect(config, "kv_cache_scheme", (None,), where, _KEY)
     for name in ("transform_config", "sparsity_config"):
         _expect(config, name, (None, {}), where, _KEY)
+    if str(config.get("version")).startswith("0.13."):
+        logger.warning("%s: compressed-tensors 0.13 wrote MXFP4 scales that are 4 times too small", where)
     groups, ignore = config.get("config_groups"), config.get("ignore")
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError(where, f"{_KEY}.config_groups", "groups of layers by name", repr(groups))

@@ -114,6 +114,13 @@ def test_defaults_that_writers_leave_out() -> None:
     assert read_scheme(config, "").group_of("a").packed
 
 
+def test_a_word_on_files_with_scales_that_are_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    read_scheme({**quantization_config(), "version": "0.15.0"}, "a/config.json")
+    assert caplog.records == []
+    read_scheme({**quantization_config(), "version": "0.13.0"}, "a/config.json")
+    assert caplog.messages == ["a/config.json: compressed-tensors 0.13 wrote MXFP4 scales that are 4 times too small"]
+
+
 def test_which_configs_are_for_this_package() -> None:
     config = quantization_config()
     assert is_mxfp4(config)
