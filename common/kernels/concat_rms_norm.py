@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
-from xpu_ports.common.kernels.rms_norm import LARGEST_ROW, dims_used, refuses_rows, rms_norm, row_offset, tile
+from xpu_ports.common.kernels.rms_norm import LARGEST_ROW, dims_used, refuses_rows, rms_norm, row_offset, row_tile
 from xpu_ports.common.kernels.rounding import rounded
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
@@ -122,7 +122,7 @@ def concat_rms_norm_triton(
     if y.numel() > 0:
         rows = x.numel() // D
         sizes, strides = row_strides(x, x if residual is None else residual, x0)  # type: ignore[misc]
-        block_m, block_d, warps = tile(D)
+        block_m, block_d, warps = row_tile(D)
         # Two rows are held at once: without more lanes they spill on Intel GPUs.
         warps = min(32, warps * {"max": 2, "xe2": 2, "arc-a": 4}.get(architecture(x.device).name, 1))
         with on_device_of(x):

@@ -12,12 +12,16 @@ over keys is Flash-Decoding's (Dao et al. 2023).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from xpu_ports.common.device import Architecture, architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tuning import tunable
 
 # An additive mask's value from which on down a key does not count: the lowest number of fp16.
 NEVER = -65504.0
@@ -247,8 +251,29 @@ def join_kernel(
     tl.store(y_ptr + row * V + offs_v, y.to(y_ptr.dtype.element_ty), mask=mask_v)
 
 
-def tile(architecture: Architecture, dtype: torch.dtype, M: int, K: int, V: int) -> tuple[bool, int, int, int]:
-    """(matrix units?, queries, keys, warps) of one program's block, for M queries of one key head.
+class Block(NamedTuple):
+    """One program's: whether it goes to the matrix units, its queries and keys, its warps."""
+
+    dot: bool
+    block_m: int
+    block_s: int
+    warps: int
+
+
+def _candidates(arch: Architecture, dtype: torch.dtype, M: int, K: int, V: int) -> Iterator[Block]:
+    """As many sums a lane as the rule takes; matrix units where it takes them."""
+    width = next_power_of_2(max(K, V))
+    rule = tile.rule(arch, torch.float32, M, K, V)
+    for warps in (rule.warps, 2 * rule.warps):
+        if tile.rule(arch, dtype, M, K, V).dot:
+            yield from (Block(True, 16, keys, warps) for keys in (32, 64, 128) if keys * width <= 128 * 128)
+        sums = rule.block_m * rule.block_s * warps // rule.warps
+        yield from (Block(False, queries, sums // queries, warps) for queries in (1, 2, 4) if queries <= rule.block_m)
+
+
+@tunable("decode_attention", _candidates)
+def tile(arch: Architecture, dtype: torch.dtype, M: int, K: int, V: int) -> Block:
+    """The block for M queries of one key head.
 
     The sums take an fp32 register for each query and element of the values: 32 a lane, on Intel 8, on Arc A 4, which
     is where its compiler stops spilling. It spills the matrix units' two products in every shape. Elsewhere they are
@@ -256,12 +281,12 @@ def tile(architecture: Architecture, dtype: torch.dtype, M: int, K: int, V: int)
     """
     width = next_power_of_2(max(K, V))
     most_queries, elements, warps = 4, 4096, 4
-    if architecture.has_grf_modes:
-        most_queries, elements, warps = (2, 2048, 8) if architecture.matrix_units else (1, 1024, 8)
-    elif architecture.matrix_units and dtype != torch.float32:
-        return True, 16, 128 if width <= 128 else 64, 4
+    if arch.has_grf_modes:
+        most_queries, elements, warps = (2, 2048, 8) if arch.matrix_units else (1, 1024, 8)
+    elif arch.matrix_units and dtype != torch.float32:
+        return Block(True, 16, 32, 4)
     block_m = min(next_power_of_2(M), most_queries)
-    return False, block_m, max(1, min(128, elements // (block_m * width))), warps
+    return Block(False, block_m, max(1, min(128, elements // (block_m * width))), warps)
 
 
 def split(architecture: Architecture, programs: int, S: int, block_s: int) -> int:

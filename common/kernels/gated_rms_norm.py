@@ -9,13 +9,26 @@ Sources: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 7.1, fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from xpu_ports.common.device import Architecture, architecture
 from xpu_ports.common.dispatch import op
-from xpu_ports.common.kernels.rms_norm import LARGEST_ROW, dims_used, refuses_rows, row_offset, tile
+from xpu_ports.common.kernels.rms_norm import (
+    LARGEST_ROW,
+    RowTile,
+    dims_used,
+    few_rows,
+    refuses_rows,
+    row_candidates,
+    row_offset,
+    row_tile,
+)
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
+from xpu_ports.common.tuning import tunable
 
 ACTIVATIONS = ("silu", "sigmoid")
 
@@ -169,6 +182,16 @@ def _gated_rms_norm_kernel(
     tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+def _candidates(arch: Architecture, N: int, few: bool) -> Iterator[RowTile]:
+    return row_candidates(arch, N, inputs=2)
+
+
+@tunable("gated_rms_norm", _candidates)
+def tile(arch: Architecture, N: int, few: bool) -> RowTile:
+    """The tile for groups of N columns. A table may tell few rows from many."""
+    return row_tile(N, inputs=2)
+
+
 @gated_rms_norm.implement("triton", "xpu", "cuda", refuses=_refuses)
 def gated_rms_norm_triton(
     x: Tensor,
@@ -191,7 +214,8 @@ def gated_rms_norm_triton(
     if y.numel() > 0:
         rows = y.numel() // N
         sizes, strides = row_strides(x, z, *(() if residual is None else (residual,)))  # type: ignore[misc]
-        block_m, block_n, warps = tile(group_size, inputs=2)
+        arch = architecture(x.device)
+        block_m, block_n, warps = tile(arch, group_size, few_rows(arch, rows))
         with on_device_of(x):
             _gated_rms_norm_kernel[(cdiv(rows, block_m), N // group_size)](
                 x,

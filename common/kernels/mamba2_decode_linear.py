@@ -10,6 +10,7 @@ Source: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 7.1 and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -20,8 +21,9 @@ from xpu_ports.common.device import Architecture, architecture, grf_options
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.mamba2_decode_step.triton import launch_step, move_group_windows, refuses_step
-from xpu_ports.common.kernels.skinny_linear.triton import Tile, in_lane_sum, refuses_linear, tile
+from xpu_ports.common.kernels.skinny_linear.triton import Tile, candidates, in_lane_sum, refuses_linear, tile
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tuning import tunable
 
 
 @op(mutates=("conv_state", "state"))
@@ -199,13 +201,22 @@ def _out_kernel(
         )  # fmt: skip
 
 
-def _tile(arch: Architecture, M: int, outputs: int, group: int, itemsize: int) -> Tile:
-    """The layer's own; on Intel with fewer outputs, so that the sums of squares, held meanwhile, do not spill."""
-    cut = tile(arch, M, outputs, group, itemsize)
+def _narrowed(arch: Architecture, M: int, cut: Tile) -> Tile:
+    """On Intel with fewer outputs, so that the sums of squares, held meanwhile, do not spill."""
     if not arch.has_grf_modes:
         return cut
     held = (2 if arch.name == "arc-a" else 8) * cut.registers // 128
     return replace(cut, block_n=max(1, min(cut.block_n, held // M)))
+
+
+def _candidates(arch: Architecture, M: int, N: int, K: int, itemsize: int) -> Iterator[Tile]:
+    return (_narrowed(arch, M, cut) for cut in candidates(arch, M, N, K, itemsize))
+
+
+@tunable("mamba2_decode_linear", _candidates)
+def _tile(arch: Architecture, M: int, N: int, K: int, itemsize: int) -> Tile:
+    """The layer's own, narrowed; M is a power of two, K the columns of one group."""
+    return _narrowed(arch, M, tile.rule(arch, M, N, K, itemsize))
 
 
 @mamba2_decode_linear.implement("triton", "xpu", "cuda", refuses=_refuses)

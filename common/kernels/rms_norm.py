@@ -7,16 +7,18 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.0
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xpu_ports.common.device import architecture
+from xpu_ports.common.device import Architecture, architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.rounding import rounded
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tuning import tunable
 
 LARGEST_ROW = 16384
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -252,14 +254,48 @@ def _rms_norm_backward_kernel(
     tl.store(partial_ptr + pid.to(tl.int64) * N + offs_n, dweight, mask=mask)
 
 
-def tile(N: int, inputs: int = 1) -> tuple[int, int, int]:
-    """(rows a program, columns, warps) of a row kernel: short rows are taken several at a time.
+class RowTile(NamedTuple):
+    """Rows and columns of a program of a row kernel, and its warps."""
+
+    block_m: int
+    block_n: int
+    warps: int
+
+
+def row_tile(N: int, inputs: int = 1) -> RowTile:
+    """The tile of a row kernel: short rows are taken several at a time.
 
     16 elements a lane for one input, so that loads are 16 bytes wide and two are in flight; 8 of each for two inputs.
     """
     block_n = next_power_of_2(N)
     block_m = max(1, min(16, 2048 // inputs // block_n))
-    return block_m, block_n, max(1, min(16, inputs * block_m * block_n // 512))
+    return RowTile(block_m, block_n, max(1, min(16, inputs * block_m * block_n // 512)))
+
+
+def row_candidates(arch: Architecture, N: int, inputs: int) -> Iterator[RowTile]:
+    """2 to 32 elements a lane and input on NVIDIA, to what the rule takes on Intel: beyond, they spill."""
+    block_n = next_power_of_2(N)
+    most = 32 if arch.name == "nvidia" else 16 // inputs
+    for block_m in (1, 2, 4, 8, 16):
+        for warps in (1, 2, 4, 8, 16, 32):
+            a_lane = block_m * block_n // (32 * warps)
+            if 2 <= a_lane <= most and block_m * block_n <= max(8192, block_n):
+                yield RowTile(block_m, block_n, warps)
+
+
+def few_rows(arch: Architecture, rows: int) -> bool:
+    """Whether there are fewer rows than programs that hide the latency of memory: four a unit."""
+    return rows < 4 * arch.units
+
+
+def _candidates(arch: Architecture, N: int, add: bool, few: bool) -> Iterator[RowTile]:
+    return row_candidates(arch, N, 2 if add else 1)
+
+
+@tunable("rms_norm", _candidates)
+def tile(arch: Architecture, N: int, add: bool, few: bool) -> RowTile:
+    """The tile of `rms_norm` and, with `add`, of `add_rms_norm`. A table may tell few rows from many."""
+    return row_tile(N)
 
 
 @rms_norm.implement("triton", "xpu", "cuda", refuses=_refuses)
@@ -285,7 +321,8 @@ def _launch_forward(
         return
     rows = y.numel() // N
     sizes, (stride_x, stride_r) = row_strides(x, residual)  # type: ignore[misc]
-    block_m, block_n, warps = tile(N)
+    arch = architecture(x.device)
+    block_m, block_n, warps = tile(arch, N, add, few_rows(arch, rows))
     with on_device_of(x):
         _rms_norm_kernel[(cdiv(rows, block_m),)](
             x,

@@ -7,6 +7,9 @@ Source: Gu and Dao, "Mamba" (arXiv:2312.00752), section 3; Dao and Gu (arXiv:240
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,7 @@ from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.activations import softplus
 from xpu_ports.common.kernels.ssd_chunk_scan import step_size
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tuning import tunable
 
 # One program holds whole rows of the state.
 LARGEST_STATE = 512
@@ -187,21 +191,44 @@ def _selective_state_update_kernel(
     tl.store(y_ptr + (b * H + h) * P + offs_p, y.to(y_ptr.dtype.element_ty), mask=mask_p)
 
 
-def tile(architecture: Architecture, batch: int, H: int, P: int, N: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of the part of a head's state that one program holds.
+class StateTile(NamedTuple):
+    """Rows and columns of the part of a head's state that one program holds, and its warps."""
 
-    A short batch is split finely, so that every unit has work; a long one into 16 KB (fp32). On NVIDIA a lane may hold
-    32 elements; 16 spill on a Max for some sizes, 8 on Arc A. One warp of 512 elements measured best on an H200 for
-    one sequence: 3.4 us, 4.3 us with four of 2048.
+    block_p: int
+    block_n: int
+    warps: int
+
+
+def candidates(arch: Architecture, batch: int, H: int, P: int, N: int) -> Iterator[StateTile]:
+    """4 elements a lane, and up to as many as the rule takes: beyond, they spill."""
+    block_n = max(16, next_power_of_2(N))
+    for log_p in range(next_power_of_2(P).bit_length()):
+        for warps in (1, 2, 4, 8):
+            cut = StateTile(1 << log_p, block_n, warps)
+            if 4 <= cut.block_p * block_n // (arch.lanes * warps) <= _elements_of_lane(arch):
+                yield cut
+
+
+def _elements_of_lane(arch: Architecture) -> int:
+    """Of the state, at most: 16 spill on a Max for some sizes, 8 on Arc A."""
+    return {"arc-a": 4, "max": 8, "xe2": 8}.get(arch.name, 32)
+
+
+@tunable("selective_state_update", candidates)
+def tile(arch: Architecture, batch: int, H: int, P: int, N: int) -> StateTile:
+    """The tile for a state [batch, H, P, N].
+
+    A short batch is split finely, so that every unit has work; a long one into 16 KB (fp32). One warp of 512 elements
+    measured best on an H200 for one sequence: 3.4 us, 4.3 us with four of 2048.
     """
     block_n = max(16, next_power_of_2(N))
-    few = batch * H < 4 * architecture.units
-    elements = 2048 if few or architecture.name == "arc-a" else 4096
-    if few and architecture.name == "nvidia":
+    few = batch * H < 4 * arch.units
+    elements = 2048 if few or arch.name == "arc-a" else 4096
+    if few and arch.name == "nvidia":
         elements = 512
     block_p = max(1, min(next_power_of_2(P), elements // block_n))
-    a_lane = {"arc-a": 4, "max": 8, "xe2": 8}.get(architecture.name, 16 if few else 32)
-    return block_p, block_n, max(1, block_p * block_n // (architecture.lanes * a_lane))
+    a_lane = min(_elements_of_lane(arch), 16 if few else 32)
+    return StateTile(block_p, block_n, max(1, block_p * block_n // (arch.lanes * a_lane)))
 
 
 @selective_state_update.implement("triton", "xpu", "cuda", refuses=_refuses)

@@ -5,6 +5,8 @@ The norm needs sums over heads, which programs of one launch cannot wait for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,15 @@ from xpu_ports.common.device import Architecture, architecture
 from xpu_ports.common.kernels.activations import silu
 from xpu_ports.common.kernels.causal_conv1d import convolve_window, move_window, refuses_conv
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
-from xpu_ports.common.kernels.selective_state_update import refuses_state, step_of_head, tile
+from xpu_ports.common.kernels.selective_state_update import (
+    StateTile,
+    candidates,
+    refuses_state,
+    step_of_head,
+    tile,
+)
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tuning import tunable
 
 
 def refuses_step(
@@ -237,15 +246,20 @@ def _norm_kernel(
         )  # fmt: skip
 
 
-def _tile(arch: Architecture, batch: int, H: int, P: int, N: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program's part of a state: as in the update alone, but four warps at the least.
+def _candidates(arch: Architecture, batch: int, H: int, P: int, N: int) -> Iterator[StateTile]:
+    return (cut for cut in candidates(arch, batch, H, P, N) if cut.warps >= 2)
+
+
+@tunable("mamba2_decode_step", _candidates)
+def _tile(arch: Architecture, batch: int, H: int, P: int, N: int) -> StateTile:
+    """A program's part of a state: as in the update alone, but four warps at the least.
 
     Each program convolves its group's B and C, which warps share.
     """
-    block_p, block_n, warps = tile(arch, batch, H, P, N)
-    if warps >= 4:
-        return block_p, block_n, warps
-    return min(2 * block_p, next_power_of_2(P)), block_n, 4
+    cut = tile.rule(arch, batch, H, P, N)
+    if cut.warps >= 4:
+        return cut
+    return StateTile(min(2 * cut.block_p, next_power_of_2(P)), cut.block_n, 4)
 
 
 @mamba2_decode_step.implement("triton", "xpu", "cuda", refuses=refuses_step)

@@ -8,6 +8,7 @@ number a row, so that the products and the sum of squares run side by side and t
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,7 @@ from xpu_ports.common.tritonlib import (
     tl,
     triton,
 )
+from xpu_ports.common.tuning import tunable
 
 # From here on a matrix product of the vendor's library is faster.
 LARGEST_M = 8
@@ -261,11 +263,36 @@ _XE = {1: (4, 4, 128), 2: (2, 4, 128), 4: (4, 2, 256), 8: (2, 2, 256)}
 _XE_HPG = {1: (2, 4, 128), 2: (4, 2, 256), 4: (2, 2, 256), 8: (1, 1, 256)}
 
 
-def tile(arch: Architecture, M: int, N: int, K: int, itemsize: int) -> Tile:
+def _fitted(arch: Architecture, K: int, vector: int, block_n: int, block_k: int, warps: int, registers: int) -> Tile:
+    """A tile with no more columns than there are, and at least one load of `vector` columns for each lane."""
+    columns = max(vector, next_power_of_2(K))
+    warps = max(1, min(warps, columns // (arch.lanes * vector)))
+    return Tile(block_n, min(columns, max(block_k, warps * arch.lanes * vector)), warps, registers=registers)
+
+
+def candidates(arch: Architecture, M: int, N: int, K: int, itemsize: int, fused: str = "") -> Iterator[Tile]:
+    """One or two loads a lane on NVIDIA, with at most 256 products; on Intel up to what is known not to spill."""
+    vector, registers = 16 // itemsize, 128
+    if arch.name == "nvidia":
+        most_n, loads = max(1, min(4, 256 // (vector * M))), (1, 2)
+    else:
+        most_n, columns, registers = (_XE_HPG if arch.name == "arc-a" else _XE)[M]
+        vector, loads = min(vector, columns), (1,)
+    for log_n in range(most_n.bit_length()):
+        for load in loads:
+            for warps in (2, 4, 8):
+                if load * vector * M << log_n <= 256:
+                    width = warps * arch.lanes * vector * load
+                    yield _fitted(arch, K, vector, 1 << log_n, width, warps, registers)
+
+
+@tunable("skinny_linear", candidates)
+def tile(arch: Architecture, M: int, N: int, K: int, itemsize: int, fused: str = "") -> Tile:
     """The tile of a call: N is of all its layers, M a power of two, K the columns of one group.
 
     A program's lanes stand along K, up to 16 bytes each; whatever stands along N and M is held by every lane. NVIDIA's
-    tiles are those that measured best for the layers of a 1.2B model on an H200.
+    tiles are those that measured best for the layers of a 1.2B model on an H200. `fused` says what comes with the
+    product, as `_fused` names it: a table may tell these kernels apart.
     """
     vector, registers = 16 // itemsize, 128
     if arch.name == "nvidia":
@@ -283,10 +310,14 @@ def tile(arch: Architecture, M: int, N: int, K: int, itemsize: int) -> Tile:
             block_n = 1
         vector, warps = min(vector, columns), 4
         block_k = warps * arch.lanes * vector
-    # No more columns than there are, and at least one load for each lane.
-    columns = max(vector, next_power_of_2(K))
-    warps = max(1, min(warps, columns // (arch.lanes * vector)))
-    return Tile(block_n, min(columns, max(block_k, warps * arch.lanes * vector)), warps, registers=registers)
+    return _fitted(arch, K, vector, block_n, block_k, warps, registers)
+
+
+def _fused(norm: bool, adds: bool, gates: bool, low_rank: bool) -> str:
+    """What comes with a product, in a word; "" where nothing does."""
+    if norm:
+        return "add_norm" if adds else "gated_norm" if gates else "norm"
+    return "low_rank" if low_rank else ""
 
 
 def _launch(
@@ -379,7 +410,7 @@ def _plan(
     """
     norm, adds, gates, norm_weight, bias = parts
     block_m = next_power_of_2(rows)
-    cut = tile(arch, block_m, sum(outputs), group, itemsize)
+    cut = tile(arch, block_m, sum(outputs), group, itemsize, _fused(norm, adds, gates, R > 0))
     fixed = _skinny_linear_kernel.fix(
         GROUP=group,
         GROUPS=K // group,
@@ -402,6 +433,9 @@ def _plan(
     )
     # At least one, which writes the sum.
     return max(1, sum(cdiv(n, cut.block_n) for n in outputs)), fixed
+
+
+tile.dependents.append(_plan.cache_clear)
 
 
 def _output(x: Tensor, weight: Tensor) -> Tensor:
