@@ -329,6 +329,22 @@ def check_ocloc(facts: Facts) -> Iterator[Finding]:
         yield Finding("ocloc", "ok", "not found; needed only for native binaries (TRITON_XPU_GEN_NATIVE_CODE=1)")
 
 
+def check_tuning(facts: Facts) -> Iterator[Finding]:
+    """Tables of tuned launches: one that does not count leaves the built-in tiles, one that is asked for must count."""
+    if facts.torch is None:
+        return
+    named = facts.environment.get("XPU_PORTS_TUNING")
+    for words in facts.torch.tuned:
+        yield Finding("tuning", "ok", words)
+    for error in facts.torch.tuning_errors:
+        if named:
+            yield Finding("tuning", "fail", f"XPU_PORTS_TUNING: {error}", "unset it, or make the table again")
+        else:
+            yield Finding(
+                "tuning", "warn", f"{error}; the built-in tiles are used", "xpu-ports tune, or delete the file"
+            )
+
+
 def check_environment(facts: Facts) -> Iterator[Finding]:
     """Variables that change what runs."""
     environment = facts.environment
@@ -367,5 +383,6 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_kernel,
     check_headers,
     check_ocloc,
+    check_tuning,
     check_environment,
 )

@@ -29,6 +29,7 @@ OTHER_DISTRIBUTIONS = ("intel-extension-for-pytorch", "ipex-llm", "intel-sycl-rt
 VARIABLES = (
     "XPU_PORTS_BACKEND",
     "XPU_PORTS_ARCHITECTURE",
+    "XPU_PORTS_TUNING",
     "TRITON_INTERPRET",
     "TRITON_XPU_GEN_NATIVE_CODE",
     "ONEAPI_DEVICE_SELECTOR",
@@ -69,6 +70,9 @@ class Torch:
     cuda: str | None = None
     hip: str | None = None
     devices: tuple[Device, ...] = ()
+    # What tables of tuned launches count here, in words, and what is wrong with those that do not.
+    tuned: tuple[str, ...] = ()
+    tuning_errors: tuple[str, ...] = ()
 
     @property
     def build(self) -> str:
@@ -197,7 +201,8 @@ def ask_torch() -> tuple[Torch | None, str | None]:
     if answer.value is None:
         return None, answer.error
     devices = tuple(Device(**device) for device in answer.value.pop("devices"))
-    return Torch(**answer.value, devices=devices), None
+    tuned, errors = (tuple(answer.value.pop(name)) for name in ("tuned", "tuning_errors"))
+    return Torch(**answer.value, devices=devices, tuned=tuned, tuning_errors=errors), None
 
 
 def run_kernel(torch: Torch, distributions: Mapping[str, str]) -> Kernel | None:

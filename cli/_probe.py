@@ -18,9 +18,10 @@ def devices() -> dict[str, Any]:
     """torch's version and build, and each accelerator; the fields of `_facts.Torch`."""
     import torch
 
+    from xpu_ports.common import tuning
     from xpu_ports.common.device import architecture
 
-    found = []
+    found, tuned, errors = [], [], []
     for kind in ("xpu", "cuda"):
         module = getattr(torch, kind)
         for index in range(module.device_count()):
@@ -43,9 +44,14 @@ def devices() -> dict[str, Any]:
                     "driver": getattr(properties, "driver_version", None),
                 }
             )
+    for name in sorted({device["architecture"] for device in found}):
+        try:
+            tuned += filter(None, [tuning.check(name)])
+        except tuning.TableError as error:
+            errors.append(str(error))
     version = torch.version
     build = {"version": torch.__version__, "xpu": version.xpu, "cuda": version.cuda, "hip": version.hip}
-    return {**build, "devices": found}
+    return {**build, "devices": found, "tuned": tuned, "tuning_errors": errors}
 
 
 def _free_memory(module: Any, index: int) -> int | None:

@@ -19,6 +19,7 @@ from xpu_ports.cli.bench import app as bench
 from xpu_ports.cli.doctor import doctor
 from xpu_ports.cli.explain import explain
 from xpu_ports.cli.generate import generate
+from xpu_ports.cli.tune import tune
 from xpu_ports.cli.warmup import warmup
 
 DEBUG = "XPU_PORTS_DEBUG"
@@ -30,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, explain, warmup, doctor):
+for command in (generate, explain, warmup, tune, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,13 @@ def _compiled(case: Case) -> Prepare:
 
 
 def run_case(
-    case: Case, size: str, device: torch.device, dtype: torch.dtype, plan: Plan | None = None, compiled: bool = True
+    case: Case,
+    size: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    plan: Plan | None = None,
+    compiled: bool = True,
+    among: Sequence[Variant] | None = None,
 ) -> list[Result]:
     """Check and time every variant of a case at one size.
 
@@ -119,6 +126,7 @@ def run_case(
         size: one of the case's ids or another with the same letters.
         plan: how long to measure.
         compiled: also the reference under torch.compile.
+        among: other variants instead, by the device's own time alone where the device has graphs.
 
     Returns:
         One result a variant; one that cannot run here says why in `note` and has no times.
@@ -132,7 +140,7 @@ def run_case(
     ceilings = measure_ceilings(device)
     args = case.draw(size, device, dtype)
     results, calls, judge = {}, {}, _Judge(case, size, args, dtype)
-    for variant in variants(case, device, compiled and case.compiles):
+    for variant in variants(case, device, compiled and case.compiles) if among is None else among:
         result = Result(case.name, size, str(dtype).removeprefix("torch."), variant.name, variant.backend is not None)
         results[variant.name] = result
         with torch.no_grad(), _noted(result), variant.context(case):
@@ -143,7 +151,7 @@ def run_case(
     with torch.no_grad():
         moved = max((r.moved for r in results.values()), default=0)
         sets = [args, *(case.draw(size, device, dtype, seed) for seed in range(1, input_sets(moved, device)))]
-        _time(case, sets, calls, results, plan)
+        _time(case, sets, calls, results, plan, eagerly=among is None or captured(device) is None)
     return list(results.values())
 
 
@@ -160,7 +168,7 @@ class _Judge:
         outputs = flatten_outputs(prepare(*copies)()) + self.case.mutated(copies)
         part, sampled = self.case.sample(self.args, outputs)
         if not self._expected:
-            part = tuple(a.cpu() if isinstance(a, Tensor) else a for a in part)
+            part = _on_cpu(part)
             exact = self._reference_outputs(accuracy.to_double(part))
             self._expected = list(zip(self._reference_outputs(part), exact, strict=True))
         ratio = -1.0
@@ -181,6 +189,13 @@ class _Judge:
         return flatten_outputs(self.case.op.reference(*copies)) + self.case.mutated(copies)
 
 
+def _on_cpu(value: Any) -> Any:
+    """Tensors on the CPU, also those in lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_cpu, value))
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
 def input_sets(moved: int, device: torch.device) -> int:
     """How many sets of arguments to rotate, so that a call of `moved` bytes does not find its own in the cache.
 
@@ -195,6 +210,7 @@ def _time(
     prepared: dict[Variant, Prepare],
     results: dict[str, Result],
     plan: Plan,
+    eagerly: bool,
 ) -> None:
     """Time the variants that passed their first call; fills in the times of the results."""
     device = next(a.device for a in sets[0] if isinstance(a, Tensor))
@@ -206,7 +222,8 @@ def _time(
         context = functools.partial(variant.context, case)
         with _noted(result), context():
             calls = [prepare(*copy_args(s) if case.op.mutates else s) for s in sets]
-            eager[variant.name] = eager_run(calls, stopwatch, plan, context)
+            if eagerly:
+                eager[variant.name] = eager_run(calls, stopwatch, plan, context)
             if captured(device) is not None:
                 graphs[variant.name] = capture_run(device, calls, stopwatch, plan)
     for name, timing in interleave(stopwatch, eager, plan).items():

@@ -310,6 +310,18 @@ def test_variables_that_change_what_runs(environment, backend_error, status, wor
     assert words in finding.found
 
 
+def test_tables_of_tuned_launches():
+    """One that does not count leaves the built-in tiles; one that the environment names makes launches fail."""
+    torch = replace(XPU_TORCH, tuned=("3 tiles of a.json",), tuning_errors=("b.json: made with Triton 3.5",))
+    assert ok(XPU_MACHINE, "tuning") == []
+    assert ok(replace(XPU_MACHINE, torch=torch), "tuning") == ["3 tiles of a.json"]
+    finding = the_one(replace(XPU_MACHINE, torch=torch))
+    assert (finding.check, finding.status) == ("tuning", "warn")
+    assert finding.found == "b.json: made with Triton 3.5; the built-in tiles are used"
+    finding = the_one(replace(XPU_MACHINE, torch=torch, environment={"XPU_PORTS_TUNING": "b.json"}))
+    assert (finding.status, finding.found) == ("fail", "XPU_PORTS_TUNING: b.json: made with Triton 3.5")
+
+
 def test_interpreting_on_a_cpu_is_no_complaint():
     assert bad(replace(CPU_MACHINE, environment={"TRITON_INTERPRET": "1"})) == []
 
@@ -407,9 +419,11 @@ def test_a_probe_that_fails_is_told_in_one_line(fake_python, script, error):
 
 @pytest.mark.skipif(os.name == "nt", reason="the fake probes are shell scripts")
 def test_devices_are_read_from_the_probe(fake_python):
-    device = {**vars(B580)}
-    fake_python(f"echo '{json.dumps({'version': '2.13.0+xpu', 'xpu': '2026', 'devices': [device]})}'")
-    assert _facts.ask_torch() == (Torch("2.13.0+xpu", xpu="2026", devices=(B580,)), None)
+    tables = {"tuned": ["3 tiles of a.json"], "tuning_errors": ["b.json: not a table"]}
+    answer = {"version": "2.13.0+xpu", "xpu": "2026", "devices": [{**vars(B580)}], **tables}
+    fake_python(f"echo '{json.dumps(answer)}'")
+    expected = Torch("2.13.0+xpu", "2026", None, None, (B580,), ("3 tiles of a.json",), ("b.json: not a table",))
+    assert _facts.ask_torch() == (expected, None)
 
 
 def test_a_compiler_error_goes_before_the_traceback_that_follows():
