@@ -169,11 +169,12 @@ def choose(model: PreTrainedModel, scheme: Scheme, found: Mapping[str, TensorInf
             raise CheckpointError(found[key].file, key, f"{layer}.{PACKED} beside it", "none")
     roots = {name: group[0] for group in tied_groups(model) for name in group}
     members: dict[str, list[str]] = defaultdict(list)
-    for layer, key in _places(model, found):
+    for layer, key in places(model, found):
         root = roots.get(key, key)
         members[root] += [layer] if layer not in members[root] else []
     packable = {key for unit in units(model) for key in unit.keys}
     chosen: dict[str, Group] = {}
+    read: set[str] = set()
     for unit in units(model):
         layers = [layer for key in unit.keys for layer in members[roots.get(key, key)]]
         if not packable.issuperset(roots.get(key, key) for key in unit.keys):
@@ -186,7 +187,7 @@ def choose(model: PreTrainedModel, scheme: Scheme, found: Mapping[str, TensorInf
         if group is not None:
             _check_shapes(model, unit, layers, found)
             chosen[unit.name] = group
-    read = {layer for name in chosen for layer in _layers_of(model, name, members, roots)}
+            read.update(layers)
     _check_all_read(model, read, found)
     return chosen
 
@@ -208,14 +209,7 @@ def _check_absent(model: PreTrainedModel, unit: Unit, scheme: Scheme) -> None:
         raise CheckpointError(scheme.where, unit.name, expected, "none")
 
 
-def _layers_of(
-    model: PreTrainedModel, name: str, members: Mapping[str, list[str]], roots: Mapping[str, str]
-) -> list[str]:
-    keys = ("weight",) if isinstance(model.get_submodule(name), nn.Linear) else EXPERTS
-    return [layer for key in keys for layer in members[roots.get(f"{name}.{key}", f"{name}.{key}")]]
-
-
-def _places(model: PreTrainedModel, found: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
+def places(model: PreTrainedModel, found: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
     """(layer of the file, key in the model of the weight that it makes or makes a part of).
 
     Follows transformers' loader for the weight that the layer would have if it were dense. A packed layer that one of
