@@ -211,3 +211,9 @@ def recurrent_kda(
 def l2_normalized(x: Tensor) -> Tensor:
     """x over its norm along the last dimension; zeros stay zeros."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+# Register themselves with the ops above.
+from xpu_ports.common.kernels.kda import gate as _gate  # noqa: E402, F401
+from xpu_ports.common.kernels.kda import recurrent as _recurrent  # noqa: E402, F401
+from xpu_ports.common.kernels.kda import triton as _triton  # noqa: E402, F401
