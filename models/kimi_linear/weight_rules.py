@@ -32,6 +32,26 @@ def weight_rules(config: KimiLinearConfig) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
+def hf_rules(config: KimiLinearConfig) -> tuple[Rule, ...]:
+    """The rules from the published names to those that transformers' model has in memory, for a conversion of files."""
+    mlp = "model.layers.{i}.mlp."
+    w1, w2, w3 = (f"{mlp}experts.{{e}}.{name}.weight" for name in ("w1", "w2", "w3"))
+    rules: list[Rule] = [
+        Fuse((w1, w3), f"{mlp}experts.gate_up_proj", dim=1, stack="e"),
+        Fuse((w2,), f"{mlp}experts.down_proj", stack="e"),
+    ]
+    for i, kind in enumerate(config.layer_types):
+        if kind == "linear_attention":
+            prefix = f"model.layers.{i}.self_attn."
+            rules.append(Fuse(tuple(f"{prefix}{name}_conv1d.weight" for name in "qkv"), f"{prefix}conv1d.weight"))
+            gate = ("A_log", "dt_bias", "f_a_proj.weight", "f_b_proj.weight")
+            rules += [Rename(f"{prefix}{name}", f"{prefix}forget_gate.{name}") for name in gate]
+    for i, kind in enumerate(config.mlp_layer_types):
+        moe, dense = (f"model.layers.{i}.{name}.{{rest...}}" for name in ("block_sparse_moe", "mlp"))
+        rules.append(Rename(moe, dense, saved=kind == "sparse"))
+    return tuple(rules)
+
+
 def _gate_up(prefix: str) -> Fuse:
     return Fuse((f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), f"{prefix}gate_up_proj.weight")
 
