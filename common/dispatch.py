@@ -35,7 +35,7 @@ from torch.library import Library, infer_schema
 
 ENVIRONMENT = "XPU_PORTS_BACKEND"
 # Packages whose modules define ops; imported by name, so that imports keep pointing one way.
-OP_PACKAGES = ("xpu_ports.common.kernels", "xpu_ports.quant")
+OP_PACKAGES = ("xpu_ports.common.kernels", "xpu_ports.quant.mxfp4.kernels")
 
 _LIB = Library("xpu_ports", "DEF")
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
