@@ -210,7 +210,9 @@ def _narrowed(arch: Architecture, M: int, cut: Tile) -> Tile:
 
 
 def _candidates(arch: Architecture, M: int, N: int, K: int, itemsize: int) -> Iterator[Tile]:
-    return (_narrowed(arch, M, cut) for cut in candidates(arch, M, N, K, itemsize))
+    # The sums of squares are shared out among the warps: on Intel two of them would spill.
+    tiles = (_narrowed(arch, M, cut) for cut in candidates(arch, M, N, K, itemsize))
+    return (cut for cut in tiles if not arch.has_grf_modes or cut.warps >= 4)
 
 
 @tunable("mamba2_decode_linear", _candidates)

@@ -200,12 +200,12 @@ class StateTile(NamedTuple):
 
 
 def candidates(arch: Architecture, batch: int, H: int, P: int, N: int) -> Iterator[StateTile]:
-    """4 elements a lane, and up to as many as the rule takes: beyond, they spill."""
-    block_n = max(16, next_power_of_2(N))
+    """4 elements a lane, on Arc A 2, and up to as many as the rule takes: beyond, they spill."""
+    block_n, most = max(16, next_power_of_2(N)), _elements_of_lane(arch)
     for log_p in range(next_power_of_2(P).bit_length()):
-        for warps in (1, 2, 4, 8):
+        for warps in (1, 2, 4, 8, 16, 32):
             cut = StateTile(1 << log_p, block_n, warps)
-            if 4 <= cut.block_p * block_n // (arch.lanes * warps) <= _elements_of_lane(arch):
+            if min(4, most // 2) <= cut.block_p * block_n // (arch.lanes * warps) <= most:
                 yield cut
 
 

@@ -247,7 +247,9 @@ def _norm_kernel(
 
 
 def _candidates(arch: Architecture, batch: int, H: int, P: int, N: int) -> Iterator[StateTile]:
-    return (cut for cut in candidates(arch, batch, H, P, N) if cut.warps >= 2)
+    # The kernel after this one holds a sum of squares for each part of a group: no more of them than by the rule.
+    least = _tile.rule(arch, batch, H, P, N).block_p
+    return (cut for cut in candidates(arch, batch, H, P, N) if cut.warps >= 2 and cut.block_p >= least)
 
 
 @tunable("mamba2_decode_step", _candidates)
