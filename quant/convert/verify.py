@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from xpu_ports.common.checkpoint import CheckpointError, TensorInfo, describe, read_header
+from xpu_ports.quant.convert.shards import Shard
 from xpu_ports.quant.convert.steps import Step, Stored
-from xpu_ports.quant.convert.writer import Job, Shard
+from xpu_ports.quant.convert.writer import Job
 
 _ELEMENTS = 1 << 23
 

@@ -16,7 +16,7 @@ from transformers import DeepseekV4ForCausalLM as DeepseekV4
 from transformers import GptOssForCausalLM as GptOss
 
 from tests.quant.producers import tiny_llama
-from xpu_ports.quant.convert import writer
+from xpu_ports.quant.convert import shards, writer
 from xpu_ports.quant.convert.formats import read_source
 from xpu_ports.quant.convert.plan import Plan, ToMXFP4, plan_bf16, plan_mxfp4
 
@@ -73,7 +73,7 @@ def load(folder: Path) -> dict[str, Tensor]:
     return {key: t for file in sorted(folder.glob("*.safetensors")) for key, t in load_file(file).items()}
 
 
-def write(plan: Plan, target: Path, shard_bytes: int = writer.SHARD_BYTES, threads: int = 1) -> dict[str, int]:
+def write(plan: Plan, target: Path, shard_bytes: int = shards.SHARD_BYTES, threads: int = 1) -> dict[str, int]:
     """All of a conversion, into an empty folder."""
     job = writer.job(plan, target, shard_bytes)
     return writer.write(job, writer.check_target(job, resume=False), threads, lambda _: None)
