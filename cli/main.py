@@ -16,6 +16,7 @@ import typer
 
 from xpu_ports.cli._common import UserError
 from xpu_ports.cli.bench import app as bench
+from xpu_ports.cli.convert import convert
 from xpu_ports.cli.doctor import doctor
 from xpu_ports.cli.explain import explain
 from xpu_ports.cli.generate import generate
@@ -31,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, explain, warmup, tune, doctor):
+for command in (generate, explain, warmup, tune, convert, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -99,12 +99,14 @@ def plan_mxfp4(source: Source, asked: ToMXFP4) -> Plan:
     steps: list[Step] = []
     for key in _keys(source):
         steps += _steps_of(source, key, layers, scheme, asked)
-    _check_ignore(asked.ignore, steps, layers)
+    # Which its file may lack: it is the embedding's.
+    tied = set() if model is None else models.tied(model)
+    _check_ignore(asked.ignore, tied | {layer.unit for layer in layers.values()}, steps)
     if not any(isinstance(step, (Quantize, Carry)) for step in steps):
         raise CheckpointError(source.where, None, "a linear layer to quantize", "none that is not ignored")
     unpacked = _left_dense(steps)
     if model is not None:
-        unpacked = (unpacked - models.embeddings(model, dense)) | models.tied(model)
+        unpacked = (unpacked - models.embeddings(model, dense)) | tied
     ignore = [*asked.ignore, *sorted(name for name in unpacked if not scheme.ignores(name))]
     config = {**_without_quantization(source), "quantization_config": quantization_config(activations, ignore)}
     plan = Plan(source, steps, config, list(source.warnings)).check()
@@ -154,11 +156,10 @@ def _activations(source: Source, asked: str | None) -> str | None:
     return found
 
 
-def _check_ignore(patterns: Sequence[str], steps: Sequence[Step], layers: Mapping[str, models.Layer]) -> None:
-    """Each must name something: what is mistyped would be quantized."""
+def _check_ignore(patterns: Sequence[str], modules: set[str], steps: Sequence[Step]) -> None:
+    """Each must name something, in the model or in files: what is mistyped would be quantized."""
     outputs = (step.outputs[0].name for step in steps)
-    names = {name.removesuffix("_packed").removesuffix(".weight") for name in outputs}
-    names |= {layer.unit for layer in layers.values()}
+    names = modules | {name.removesuffix("_packed").removesuffix(".weight") for name in outputs}
     for pattern in patterns:
         one = read_scheme(quantization_config(None, [pattern]), "--ignore")
         if pattern not in LINEAR and not any(one.ignores(name) for name in names):
