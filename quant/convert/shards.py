@@ -114,7 +114,7 @@ def writes(path: Path, key: str | None = None) -> Iterator[None]:
 
 
 def write_file(path: Path, fill: Callable[[BinaryIO], object], mode: str = "wb") -> None:
-    """A file that has its name only when all of it is on the disk; after an error nothing is left of it.
+    """A file that has its name only when all of it is on the disk; if it cannot be written, nothing is left of it.
 
     Args:
         path: its name in the end.
@@ -130,7 +130,7 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object], mode: str = "wb")
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
             _sync_folder(path.parent)
-    except Exception:
+    except CheckpointError:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
@@ -182,7 +182,7 @@ class ShardWriter:
                 journal.unlink(missing_ok=True)
         try:
             write_file(self.path, self._fill, "r+b" if self.done else "wb")
-        except Exception:
+        except CheckpointError:
             with contextlib.suppress(OSError):
                 journal.unlink()
             raise
@@ -203,10 +203,10 @@ class ShardWriter:
                 try:
                     for future in [pool.submit(self._run, i, file) for i in todo]:
                         future.result()
-                except BaseException:
+                finally:
+                    # After an error, the rest need not be made.
                     self._stop.set()
                     pool.shutdown(wait=True, cancel_futures=True)
-                    raise
         self.done |= self._fresh
 
     def _run(self, i: int, file: BinaryIO) -> None:
