@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -16,8 +16,10 @@ from xpu_ports.common.weights import StrictLoading
 from xpu_ports.quant.mxfp4.quantizer import MXFP4Config, MXFP4Quantizer
 from xpu_ports.quant.mxfp4.scheme import FORMAT, METHOD, is_mxfp4
 
+_CONFIGS = cast(dict[str, Any], AUTO_QUANTIZATION_CONFIG_MAPPING)
+_QUANTIZERS = cast(dict[str, Any], AUTO_QUANTIZER_MAPPING)
 # transformers' own, for every other format of the same method.
-_THEIRS = AUTO_QUANTIZER_MAPPING[METHOD]
+_THEIRS = _QUANTIZERS[METHOD]
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -41,14 +43,14 @@ def register() -> None:
 
     compressed-tensors need not be installed for them. Its other formats go to transformers' own quantizer, as before.
     """
-    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = _Configs
-    AUTO_QUANTIZER_MAPPING[METHOD] = _quantizer
+    _CONFIGS[METHOD] = _Configs
+    _QUANTIZERS[METHOD] = _quantizer
 
 
 def unregister() -> None:
     """Undo `register()`: transformers decompresses such checkpoints again, at their first forward."""
-    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = CompressedTensorsConfig
-    AUTO_QUANTIZER_MAPPING[METHOD] = _THEIRS
+    _CONFIGS[METHOD] = CompressedTensorsConfig
+    _QUANTIZERS[METHOD] = _THEIRS
 
 
 def load(path: str | os.PathLike, auto_class: str = "AutoModelForCausalLM", **kwargs: Any) -> Any:

@@ -27,6 +27,10 @@ EXPERTS = ("gate_up_proj", "down_proj")
 class MXFP4Linear(nn.Module):
     """`nn.Linear` with a packed weight."""
 
+    weight_packed: nn.Parameter  # uint8 [N, K/2]
+    weight_scale: nn.Parameter  # uint8 [N, K/32]
+    bias: nn.Parameter | None  # [N]
+
     def __init__(
         self,
         in_features: int,
@@ -82,7 +86,7 @@ class MXFP4Linear(nn.Module):
         """A plain layer with the weight's values, [N, K] in `dtype`, and the same bias."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         linear.weight = nn.Parameter(dequantize(self.weight_packed, self.weight_scale, dtype))
-        linear.bias = self.bias
+        linear.register_parameter("bias", self.bias)
         return linear.train(self.training)
 
     def extra_repr(self) -> str:
@@ -158,7 +162,10 @@ class MXFP4Experts(nn.Module):
 
     def _input(self, x: Tensor) -> Tensor:
         """What the product sees of x."""
-        return x if self.activations is None else dequantize(*mxfp4_quantize(x), x.dtype)
+        if self.activations is None:
+            return x
+        packed, scale = mxfp4_quantize(x)
+        return dequantize(packed, scale, x.dtype)
 
     def extra_repr(self) -> str:
         E, D, packed = self.down_proj_packed.shape

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,7 @@ class _Bytes(Fuse):
 
 
 def pack(
-    model: PreTrainedModel,
+    model: Any,
     chosen: Mapping[str, Group],
     build: Callable[[nn.Module, Group], nn.Module] | None = None,
 ) -> None:
@@ -110,7 +111,7 @@ def pack(
         model._weight_conversions = weight_transforms(model._weight_rules)
 
 
-def _empty(old: nn.Module, group: Group) -> nn.Module:
+def _empty(old: Any, group: Group) -> nn.Module:
     if isinstance(old, nn.Linear):
         dtype = None if old.bias is None else old.bias.dtype
         sizes = old.in_features, old.out_features, old.bias is not None
@@ -266,7 +267,7 @@ def _group_of_layer(unit: Unit, layer: str, scheme: Scheme, found: Mapping[str, 
         raise CheckpointError(dense.file, f"{layer}.weight", "a weight once, packed or not", describe(dense), hint)
     if packed is None:
         assert dense is not None
-        if None not in groups:
+        if groups[0] is not None and groups[1] is not None:
             hint = f"group {groups[0].name} of the config targets it, and ignore does not name it"
             raise CheckpointError(dense.file, f"{layer}.weight", f"{layer}.{PACKED}", describe(dense), hint)
         return None

@@ -65,8 +65,9 @@ def quantize_model(
     Raises:
         ValueError: it is quantized already, an argument is unknown, or a layer's width is not a multiple of 32.
     """
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(f"the model is quantized already: {model.hf_quantizer.quantization_config}")
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        raise ValueError(f"the model is quantized already: {quantizer.quantization_config}")
     if activations not in ACTIVATIONS or scale_rule not in SCALE_RULES:
         raise ValueError(f"activations {activations!r} or scale_rule {scale_rule!r} is not one of those known")
     roots = {name: group[0] for group in tied_groups(model) for name in group}
@@ -108,7 +109,7 @@ def _packed(made: dict[int, MXFP4Linear], scale_rule: str, old: nn.Module, group
     return new.train(old.training)
 
 
-def _mark(model: PreTrainedModel, config: dict[str, Any]) -> None:
+def _mark(model: Any, config: dict[str, Any]) -> None:
     """What transformers' loader leaves on a model that it loaded quantized."""
     model.config = copy.copy(model.config)
     model.config.quantization_config = MXFP4Config(config)

@@ -79,7 +79,7 @@ class MXFP4Quantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         if any(isinstance(module, MXFP4Experts) for module in model.modules()):
             raise NotImplementedError("packed experts are not made dense")
-        made: dict[int, nn.Module] = {}
+        made: dict[int, nn.Linear] = {}
         layers = model.named_modules(remove_duplicate=False)
         for name, layer in [(n, m) for n, m in layers if isinstance(m, MXFP4Linear)]:
             dense = layer.dequantize(dtype or model.dtype)
@@ -103,10 +103,10 @@ class _ScaleBytes(ConversionOps):
     @torch.no_grad()
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, list[Tensor]]:
         [tensors] = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
-        return {target_patterns[0]: tensor.view(torch.uint8)}
+        return {target_patterns[0]: [tensor.view(torch.uint8)]}
 
     @property
     def reverse_op(self) -> ConversionOps:
