@@ -28,7 +28,6 @@ class Unfilled(Draw):
 
 # What has no plan on an architecture or for a dtype, and why.
 WITHOUT_PLAN: dict[tuple[str, str | torch.dtype], str] = {
-    ("mla_decode", "arc-a"): "no matrix units",
     ("mla_decode", torch.float32): "which matrix units take",
 }
 SIZES = [

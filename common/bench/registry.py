@@ -20,7 +20,7 @@ from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.mla_decode import mla_decode
 from xpu_ports.common.kernels.moe_experts import moe_experts
-from xpu_ports.common.kernels.moe_router import moe_sigmoid_router
+from xpu_ports.common.kernels.moe_router import moe_router_logits, moe_sigmoid_router
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.selective_state_update import selective_state_update
@@ -295,6 +295,12 @@ def _first_head_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Te
 # ----------------------------------------------------------------------------------------------------------- experts
 
 
+def _router_logits(size: Size, draw: Draw) -> Args:
+    T, E, D = (size[letter] for letter in "TED")
+    wide = torch.promote_types(draw.dtype, torch.float32)
+    return draw(T, D), draw(E, D, dtype=wide) * D**-0.5
+
+
 def _router(size: Size, draw: Draw) -> Args:
     T, E = size["T"], size["E"]
     wide = torch.promote_types(draw.dtype, torch.float32)
@@ -540,6 +546,13 @@ CASES = {
             _batch_sample(0, 1, 2, 3, 4, 5),
         ),
         Case(
+            "moe_router_logits",
+            moe_router_logits,
+            tuple(f"T{T}-E256-D2304" for T in (1, 32)),
+            _router_logits,
+            _peers("moe_router_logits", "pytorch"),
+        ),
+        Case(
             "moe_sigmoid_router",
             moe_sigmoid_router,
             tuple(f"T{T}-E256-A8" for T in (1, 32, 4096)),
@@ -550,7 +563,7 @@ CASES = {
         Case(
             "moe_experts",
             moe_experts,
-            tuple(f"T{T}-E64-A8-D2304-F1024" for T in (1, 4, 16)),
+            tuple(f"T{T}-E64-A8-D2304-F1024" for T in (1, 4, 32)),
             _experts,
             {},
             _tokens_of_experts,
@@ -561,7 +574,7 @@ CASES = {
         Case(
             "moe_experts_many",
             moe_experts,
-            tuple(f"T{T}-E64-A8-D2304-F1024" for T in (32, 256, 4096)),
+            tuple(f"T{T}-E64-A8-D2304-F1024" for T in (64, 256, 4096)),
             _experts,
             {},
             _tokens_of_experts,

@@ -62,8 +62,6 @@ def _refuses(q: Tensor, rows: Tensor, mask: Tensor | None, latent: int, scale: f
     for name, t in (("q", q), ("rows", rows)):
         if t.stride(2) != 1 and t.shape[2] > 1:
             return f"the last dimension of {name} has stride {t.stride(2)}, not 1"
-    if not architecture(q.device).matrix_units:
-        return f"{architecture(q.device).name} has no matrix units"
     if mask is None:
         return None
     if mask.shape not in ((q.shape[0], rows.shape[1]), (1, rows.shape[1])):
@@ -164,21 +162,20 @@ def _mla_decode_kernel(
     for start in range(split * BLOCK_S, S, splits * BLOCK_S):
         offs_s = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
         counts, bias = read_mask(mask_ptr + offs_s * stride_m_s, offs_s < S, MASK, ADDITIVE, NEVER)
-        if tl.max(counts.to(tl.int32), axis=0) > 0:
-            v = _keys(rows_ptr, offs_s, offs_r, counts, stride_r_s, R)
-            if CHUNK == BLOCK_R:
-                scores = tl.dot(v, q_r)
-            else:
-                scores = _chunked_scores(
-                    q_ptr, rows_ptr, offs_h, offs_s, mask_h, counts, stride_q_h, stride_r_s, R, CHUNK, BLOCK_H, BLOCK_S
-                )
-            if K > 0:
-                scores = tl.dot(_keys(rows_ptr, offs_s, offs_k, counts, stride_r_s, R + K), q_k, scores)
-            scores = tl.where(counts[:, None], scores * scale + bias[:, None], float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=0))
-            p, decay = tl.exp2(scores - new_top[None, :]), tl.exp2(top - new_top)
-            top, total = new_top, total * decay + tl.sum(p, axis=0)
-            acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * decay[None, :])
+        v = _keys(rows_ptr, offs_s, offs_r, counts, stride_r_s, R)
+        if CHUNK == BLOCK_R:
+            scores = tl.dot(v, q_r)
+        else:
+            scores = _chunked_scores(
+                q_ptr, rows_ptr, offs_h, offs_s, mask_h, counts, stride_q_h, stride_r_s, R, CHUNK, BLOCK_H, BLOCK_S
+            )
+        if K > 0:
+            scores = tl.dot(_keys(rows_ptr, offs_s, offs_k, counts, stride_r_s, R + K), q_k, scores)
+        scores = tl.where(counts[:, None], scores * scale + bias[:, None], float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=0))
+        p, decay = tl.exp2(scores - new_top[None, :]), tl.exp2(top - new_top)
+        top, total = new_top, total * decay + tl.sum(p, axis=0)
+        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * decay[None, :])
     row = b * H + offs_h
     mask_y = (offs_r < R)[:, None] & mask_h[None, :]
     if SPLIT:
@@ -204,14 +201,17 @@ class Tile:
     registers: int = 128
 
 
-def tile(architecture: Architecture, H: int, latent: int) -> Tile:
-    """The tile for H heads and latents of some columns."""
+def tile(architecture: Architecture, latent: int) -> Tile:
+    """The tile for latents of some columns, 16 heads, which is the least that matrix units take.
+
+    On an H200 32 heads or 8 warps gain nothing, and code that Triton 3.6 makes for 64 keys faults.
+    """
     width = max(16, next_power_of_2(latent))
-    heads = max(16, min(32, next_power_of_2(H)))
-    if architecture.has_grf_modes:
-        # 64 keys, 8 warps or 128 registers spill.
-        return Tile(16, 32, min(64, width), 16, 256)
-    return Tile(heads, 32, width, 8)
+    if not architecture.has_grf_modes:
+        return Tile(16, 32, width, 4)
+    # 64 keys, 8 warps or 128 registers spill on Max and Xe2; Arc A has half of their shared memory.
+    keys, chunk = (32, 64) if architecture.matrix_units else (16, 32)
+    return Tile(16, keys, min(chunk, width), 16, 256)
 
 
 def split(architecture: Architecture, programs: int, S: int, block_s: int) -> int:
@@ -234,7 +234,7 @@ def mla_decode_triton(q: Tensor, rows: Tensor, mask: Tensor | None, latent: int,
     if S == 0:
         return y.zero_()
     arch = architecture(q.device)
-    cut = tile(arch, H, latent)
+    cut = tile(arch, latent)
     programs = B * cdiv(H, cut.heads)
     splits = split(arch, programs, S, cut.keys)
     out = y if splits == 1 else torch.empty((B * H * splits * (latent + 2),), dtype=torch.float32, device=q.device)
@@ -264,6 +264,8 @@ def mla_decode_triton(q: Tensor, rows: Tensor, mask: Tensor | None, latent: int,
             BLOCK_R=max(16, next_power_of_2(latent)),
             BLOCK_K=max(16, next_power_of_2(width - latent)),
             num_warps=cut.warps,
+            # Two blocks in flight gain nothing: other programs' are.
+            num_stages=1,
             **grf_options(cut.registers, arch),
         )
         if splits > 1:

@@ -1,6 +1,6 @@
 """Which experts a token goes to, and how much each counts: sigmoid scores with a bias for the choice alone.
 
-    s = sigmoid(logits),   chosen = top_k(s + b),   w_i = scale s_i / sum_chosen s
+    logits = x W^T,   s = sigmoid(logits),   chosen = top_k(s + b),   w_i = scale s_i / sum_chosen s
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv:2412.19437), equations 13 to 16; Kimi Team, "Kimi Linear"
 (arXiv:2510.26692), section 4.
@@ -9,9 +9,12 @@ Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv:2412.19437), equation
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from xpu_ports.common.device import architecture, grf_options
 from xpu_ports.common.dispatch import op
+from xpu_ports.common.kernels.moe_experts.triton import dot_rows, tile, vector
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, kernel, next_power_of_2, on_device_of, tl, triton
 
 # Added to the sum of the chosen scores, so that scores of 0 alone give weights of 0.
@@ -20,7 +23,91 @@ LEAST_SUM = 1e-20
 MOST_EXPERTS = 1024
 # The choice is a loop with a pass over the scores for each expert chosen.
 MOST_CHOSEN = 32
+# From here on a matrix product of the vendor's library is faster.
+LARGEST_N = 32
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@op
+def moe_router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Scores of all experts before their activation, in fp32: small differences decide who is chosen.
+
+    Args:
+        x: [N, D], floating point.
+        weight: [E, D], floating point; fp32 in models.
+
+    Returns:
+        [N, E], fp32 (fp64 for fp64), of products and sums in fp32.
+    """
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    return F.linear(x.to(wide), weight.to(wide))
+
+
+def _refuses_logits(x: Tensor, weight: Tensor) -> str | None:
+    if not AVAILABLE:
+        return WHY_NOT
+    for name, t in (("x", x), ("weight", weight)):
+        if t.dtype not in _FLOATS:
+            return f"{name} has dtype {t.dtype}, not one of float16, bfloat16, float32"
+        if t.dim() != 2 or t.shape[1] != x.shape[-1]:
+            return f"x and weight have shapes {tuple(x.shape)} and {tuple(weight.shape)}, expected (N, D) and (E, D)"
+        if t.stride(1) != 1 and t.shape[1] > 1:
+            return f"the last dimension of {name} has stride {t.stride(1)}, not 1"
+    return f"{x.shape[0]} tokens, more than {LARGEST_N}" if x.shape[0] > LARGEST_N else None
+
+
+@kernel
+@triton.jit
+def _moe_router_logits_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    N,
+    stride_x_n,
+    stride_w_e,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """BLOCK_E experts for one token; programs of the same experts run side by side."""
+    pid = tl.program_id(0)
+    n = (pid % N).to(tl.int64)
+    offs_e = pid // N * BLOCK_E + tl.arange(0, BLOCK_E)
+    w_ptrs = w_ptr + offs_e.to(tl.int64) * stride_w_e
+    acc = dot_rows(x_ptr + n * stride_x_n, w_ptrs, offs_e < E, D, BLOCK_K, VECTOR)
+    tl.store(y_ptr + n * E + offs_e, tl.sum(tl.sum(acc, axis=2), axis=0), mask=offs_e < E)
+
+
+@moe_router_logits.implement("triton", "xpu", "cuda", refuses=_refuses_logits)
+def moe_router_logits_triton(x: Tensor, weight: Tensor) -> Tensor:
+    (N, D), E = x.shape, weight.shape[0]
+    y = torch.empty((N, E), dtype=torch.float32, device=x.device)
+    if y.numel() == 0:
+        return y
+    if D == 0:
+        return y.zero_()
+    arch = architecture(x.device)
+    cut = tile(arch, D, weight.element_size())
+    # There are few rows of weights: one for each program.
+    with on_device_of(x):
+        _moe_router_logits_kernel[(N * E,)](
+            x,
+            weight,
+            y,
+            N,
+            x.stride(0),
+            weight.stride(0),
+            E=E,
+            D=D,
+            BLOCK_E=1,
+            BLOCK_K=cut.block_k,
+            VECTOR=vector(cut, weight, arch),
+            num_warps=cut.warps,
+            **grf_options(cut.registers, arch),
+        )
+    return y
 
 
 @op

@@ -11,14 +11,38 @@ from transformers import KimiLinearConfig
 
 # Layers with full attention, counted from 0: every fourth, and the last, which ends the pattern early.
 FULL_ATTENTION = (3, 7, 11, 15, 19, 23, 26)
-LAYERS = 27
+# Layers of each layout: the whole model, and the start of it, of which two copies fit a GPU.
+LAYOUTS = {"48b": 27, "48b-8-layers": 8}
 
 
-def layout_config(**overrides: Any) -> KimiLinearConfig:
-    """The config of the 48B, whose other fields are the config class's defaults.
+def layout_config(name: str = "48b", **overrides: Any) -> KimiLinearConfig:
+    """The config of the 48B or of its first layers; all other fields are the config class's defaults.
 
     Args:
+        name: "48b" or "48b-8-layers".
         overrides: fields to set instead, to make it narrower.
+
+    Raises:
+        ValueError: there is no such layout.
     """
-    kinds = ["full_attention" if i in FULL_ATTENTION else "linear_attention" for i in range(LAYERS)]
-    return KimiLinearConfig(**{"num_hidden_layers": LAYERS, "layer_types": kinds, **overrides})
+    if name not in LAYOUTS:
+        raise ValueError(f"no Kimi Linear layout is named {name!r}; there are: {', '.join(LAYOUTS)}")
+    layers = LAYOUTS[name]
+    kinds = ["full_attention" if i in FULL_ATTENTION else "linear_attention" for i in range(layers)]
+    return KimiLinearConfig(**{"num_hidden_layers": layers, "layer_types": kinds, **overrides})
+
+
+def step_bytes(model: Any, tokens: int) -> int:
+    """Bytes of weights that a decode step of some tokens reads at least: of the experts those of one token.
+
+    Args:
+        model: a `KimiLinearForCausalLM`.
+        tokens: rows of the batch, for their embeddings.
+    """
+    config = model.config
+    experts = config.num_experts_per_tok / config.num_local_experts
+    total = 0.0
+    for name, weight in model.named_parameters():
+        share = experts if ".experts." in name else tokens / config.vocab_size if "embed_tokens" in name else 1.0
+        total += share * weight.numel() * weight.element_size()
+    return round(total)

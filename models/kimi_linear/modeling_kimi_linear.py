@@ -33,17 +33,16 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from xpu_ports.common.generation import CapturedGeneration
 from xpu_ports.common.graph import captured_decode
 from xpu_ports.common.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
-from xpu_ports.common.kernels.decode_attention import decode_attention
 from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.kda import chunk_kda, kda_gate, recurrent_kda
+from xpu_ports.common.kernels.mla_decode import mla_decode
 from xpu_ports.common.kernels.moe_experts import moe_experts
-from xpu_ports.common.kernels.moe_router import moe_sigmoid_router
-from xpu_ports.common.kernels.skinny_linear import linear
+from xpu_ports.common.kernels.moe_router import moe_router_logits, moe_sigmoid_router
 from xpu_ports.common.modules import FusedRMSNormGated, RMSNorm, is_plain, project, project_adapted
 from xpu_ports.common.sequence import eager_attention, last_inputs, mask_of_tokens
-from xpu_ports.common.weights import StrictLoading
 from xpu_ports.models.kimi_linear.configuration_checks import KIMI_LINEAR_CHECKS, published_config
 from xpu_ports.models.kimi_linear.weight_rules import weight_rules
+from xpu_ports.quant.loading import PackedLoading
 
 # The published code and transformers leave the latent's norm at this, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
@@ -60,14 +59,15 @@ class KimiDeltaAttention(nn.Module):
         self.scale = self.K**-0.5
         D, P = config.hidden_size, self.H * self.K
         self.qkv_proj = nn.Linear(D, 3 * P, bias=False)
-        self.conv1d = nn.Conv1d(3 * P, 3 * P, self.W, groups=3 * P, padding=self.W - 1, bias=False)
+        wide = torch.float32
+        self.conv1d = nn.Conv1d(3 * P, 3 * P, self.W, groups=3 * P, padding=self.W - 1, bias=False, dtype=wide)
         # The first halves of two low-rank projections: of the decay, f, and of the output's gate, g.
         self.fg_a_proj = nn.Linear(D, 2 * self.K, bias=False)
         self.f_b_proj = nn.Linear(self.K, P, bias=False)
         self.g_b_proj = nn.Linear(self.K, P, bias=False)
         self.b_proj = nn.Linear(D, self.H, bias=False)
-        self.A_log = nn.Parameter(torch.zeros(1, 1, self.H, 1))
-        self.dt_bias = nn.Parameter(torch.zeros(P))
+        self.A_log = nn.Parameter(torch.zeros(1, 1, self.H, 1, dtype=wide))
+        self.dt_bias = nn.Parameter(torch.zeros(P, dtype=wide))
         self.o_norm = FusedRMSNormGated(self.K, eps=config.rms_norm_eps, activation="sigmoid")
         self.o_proj = nn.Linear(P, D, bias=False)
 
@@ -198,7 +198,7 @@ class KimiMLAAttention(nn.Module):
         w_k, w_v = self.kv_b_proj.weight.unflatten(0, (self.H, -1)).split([self.K_own, self.V], dim=1)
         own, shared = q.split([self.K_own, self.K_shared], dim=-1)
         q = torch.cat([(own.transpose(0, 1) @ w_k).transpose(0, 1), shared], dim=-1)  # [B, H, R + K_shared]
-        y = decode_attention(q, rows, rows[..., : self.R], mask, self.scaling)  # [B, H, R]
+        y = mla_decode(q, rows[:, 0], mask, self.R, self.scaling)  # [B, H, R]
         return (y.transpose(0, 1) @ w_v.mT).transpose(0, 1)
 
 
@@ -221,13 +221,13 @@ class KimiRouter(nn.Module):
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.scale = config.routed_scaling_factor
-        self.weight = nn.Parameter(torch.zeros(config.num_local_experts, config.hidden_size))
-        self.register_buffer("e_score_correction_bias", torch.zeros(config.num_local_experts))
+        E, D = config.num_local_experts, config.hidden_size
+        self.weight = nn.Parameter(torch.zeros(E, D, dtype=torch.float32))
+        self.register_buffer("e_score_correction_bias", torch.zeros(E, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(logits [N, E], weights [N, A], indices [N, A]) of x [N, D]."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = linear(x.to(wide), self.weight.to(wide))
+        logits = moe_router_logits(x, self.weight)
         return logits, *moe_sigmoid_router(logits, self.e_score_correction_bias, self.top_k, self.scale)
 
 
@@ -240,8 +240,10 @@ class KimiExperts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.zeros(E, 2 * F, D))
         self.down_proj = nn.Parameter(torch.zeros(E, D, F))
 
-    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        return moe_experts(x, self.gate_up_proj, self.down_proj, indices, weights)
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor, shared: KimiMLP | None = None) -> Tensor:
+        """The experts' sum for x [N, D], with that of a shared one whose weights are read here, where there is one."""
+        gate_up, down = (None, None) if shared is None else (shared.gate_up_proj.weight, shared.down_proj.weight)
+        return moe_experts(x, self.gate_up_proj, self.down_proj, indices, weights, None, gate_up, down)
 
 
 class KimiSparseMoeBlock(nn.Module):
@@ -256,7 +258,11 @@ class KimiSparseMoeBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)  # [N, D]
         _, weights, indices = self.gate(tokens)
-        return self.experts(tokens, indices, weights).view_as(x) + self.shared_experts(x)
+        shared = self.shared_experts
+        hooks = shared._forward_hooks or shared._forward_pre_hooks
+        if not hooks and all(is_plain(layer) for layer in shared.children()):
+            return self.experts(tokens, indices, weights, shared).view_as(x)
+        return self.experts(tokens, indices, weights).view_as(x) + shared(x)
 
 
 class KimiLinearDecoderLayer(GradientCheckpointingLayer):
@@ -302,7 +308,7 @@ class KimiLinearDecoderLayer(GradientCheckpointingLayer):
         return h, self.block_sparse_moe(x)
 
 
-class KimiLinearPreTrainedModel(StrictLoading, PreTrainedModel):
+class KimiLinearPreTrainedModel(PackedLoading, PreTrainedModel):
     config: KimiLinearConfig
     _config_checks = KIMI_LINEAR_CHECKS
     config_class = KimiLinearConfig

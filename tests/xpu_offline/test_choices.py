@@ -27,7 +27,6 @@ RECORDED = pathlib.Path(__file__).with_name("launches.txt")
 EVERY_CASE = pytest.mark.parametrize("case", KERNEL_CASES.values(), ids=KERNEL_CASES)
 # What has no plan on an architecture or for a dtype, and why; everything else has one.
 WITHOUT_PLAN: dict[tuple[str, str | torch.dtype], str] = {
-    ("mla_decode", "arc-a"): "triton: arc-a has no matrix units",
     ("mla_decode", torch.float32): "triton: dtype torch.float32 is not one of float16, bfloat16",
 }
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -112,3 +112,7 @@ def mla_decode(q: Tensor, rows: Tensor, mask: Tensor | None, latent: int, scale:
         F.scaled_dot_product_attention, q[:, :, None], k, k[..., :latent], where, scale=scale, enable_gqa=True
     )
     return lambda: attend()[:, :, 0]
+
+
+def moe_router_logits(x: Tensor, weight: Tensor) -> Callable[[], Any]:
+    return lambda: F.linear(x.to(weight.dtype), weight)

@@ -67,7 +67,7 @@ def moe_experts(
         token, place = (indices == expert).nonzero(as_tuple=True)
         h = mlp(x[token], gate_up[expert], down[expert], limit)
         y = y.index_add(0, token, h.to(wide) * weights[token, place, None].to(wide))
-    if shared_gate_up is not None:
+    if shared_gate_up is not None and shared_down is not None:
         y = y + mlp(x, shared_gate_up, shared_down, limit).to(wide)
     return y.to(x.dtype)
 

@@ -19,7 +19,7 @@ from xpu_ports.common.kernels.skinny_linear.triton import in_lane_sum
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 # From here on sorting the rows and a grouped product are faster: a token reads its experts from the cache for itself.
-LARGEST_N = 16
+LARGEST_N = 32
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -46,7 +46,11 @@ def _refuses(
         return f"indices and weights have shapes {tuple(indices.shape)} and {tuple(weights.shape)}, expected ({N}, A)"
     if indices.dtype not in (torch.int64, torch.int32) or weights.dtype not in _FLOATS:
         return f"indices and weights have dtypes {indices.dtype} and {weights.dtype}"
-    shapes = {"x": (x, (N, D)), "gate_up": (gate_up, (E, F2, D)), "down": (down, (E, D, F2 // 2))}
+    shapes: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "x": (x, (N, D)),
+        "gate_up": (gate_up, (E, F2, D)),
+        "down": (down, (E, D, F2 // 2)),
+    }
     if shared_gate_up is not None:
         shapes |= {"shared_gate_up": (shared_gate_up, (F2, D)), "shared_down": (shared_down, (D, F2 // 2))}
     for name, (t, shape) in shapes.items():
@@ -83,7 +87,7 @@ def _expert(
 
 
 @triton.jit
-def _dot_rows(x_ptr, w_ptrs, mask_w, K: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr):
+def dot_rows(x_ptr, w_ptrs, mask_w, K: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr):
     """[1, ROWS, BLOCK_K / VECTOR], which add up to w x along the last dimension; w_ptrs are [ROWS]."""
     offs_k = tl.arange(0, BLOCK_K)[None, None, :]
     w_ptrs, mask_w = w_ptrs[None, :, None], mask_w[None, :, None]
@@ -134,7 +138,7 @@ def _gate_up_kernel(
         w_ptr, shared_ptr, indices_ptr + n * stride_i_n, a, offs_f + rows % 2 * F, stride_w_e, stride_w_f, stride_s_f,
         stride_i_a, A, SHARED,
     )  # fmt: skip
-    acc = _dot_rows(x_ptr + n * stride_x_n, w_ptrs, offs_f < F, D, BLOCK_K, VECTOR)
+    acc = dot_rows(x_ptr + n * stride_x_n, w_ptrs, offs_f < F, D, BLOCK_K, VECTOR)
     g, u = tl.split(tl.reshape(tl.sum(acc, axis=2), (BLOCK_F, 2)))
     if LIMIT:
         # Not tl.clamp and the like, which would drop NaN.
@@ -182,7 +186,7 @@ def _down_kernel(
             w_ptr, shared_ptr, indices_ptr, a, offs_d, stride_w_e, stride_w_d, stride_s_d, stride_i_a, A, SHARED
         )
         weight = tl.load(weights_ptr + n * stride_g_n + a * stride_g_a, mask=a < A, other=1.0).to(tl.float32)
-        acc += weight * _dot_rows(h_ptr + (n * choices + a) * F, w_ptrs, offs_d < D, F, BLOCK_K, VECTOR)
+        acc += weight * dot_rows(h_ptr + (n * choices + a) * F, w_ptrs, offs_d < D, F, BLOCK_K, VECTOR)
     y = tl.sum(tl.sum(acc, axis=2), axis=0)
     tl.store(y_ptr + n * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=offs_d < D)
 
@@ -263,7 +267,7 @@ def _launch_gate_up(
         LIMIT=limit is not None,
         BLOCK_F=block_f,
         BLOCK_K=cut.block_k,
-        VECTOR=_vector(cut, x, arch),
+        VECTOR=vector(cut, x, arch),
         num_warps=cut.warps,
         **grf_options(cut.registers, arch),
     )
@@ -292,12 +296,12 @@ def _launch_down(h: Tensor, down: Tensor, shared: Tensor, indices: Tensor, weigh
         SHARED=choices > indices.shape[1],
         BLOCK_D=cut.rows,
         BLOCK_K=cut.block_k,
-        VECTOR=_vector(cut, y, arch),
+        VECTOR=vector(cut, y, arch),
         num_warps=cut.warps,
         **grf_options(cut.registers, arch),
     )
 
 
-def _vector(cut: Tile, x: Tensor, arch: Architecture) -> int:
+def vector(cut: Tile, weight: Tensor, arch: Architecture) -> int:
     """Columns that one load gives a lane."""
-    return max(1, min(16 // x.element_size(), cut.block_k // (cut.warps * arch.lanes)))
+    return max(1, min(16 // weight.element_size(), cut.block_k // (cut.warps * arch.lanes)))

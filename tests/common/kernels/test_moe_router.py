@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.common.ops import Runner, refusal
 from xpu_ports.common.kernels import moe_router as module
-from xpu_ports.common.kernels.moe_router import MOST_EXPERTS, moe_sigmoid_router
+from xpu_ports.common.kernels.moe_router import MOST_EXPERTS, moe_router_logits, moe_sigmoid_router
 
 pytestmark = pytest.mark.op("moe_sigmoid_router")
 
@@ -162,3 +162,44 @@ def test_refusal_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AVAILABLE", False)
     monkeypatch.setattr(module, "WHY_NOT", "Triton cannot be imported: no module")
     assert "no module" in refusal(moe_sigmoid_router, **GOOD)
+
+
+@pytest.mark.op("moe_router_logits")
+class TestLogits:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("size", [dict(N=1, E=1, D=1), dict(N=7, E=37, D=100), dict(N=16, E=8, D=1030)])
+    def test_sizes(self, run: Runner, size: dict, dtype: torch.dtype) -> None:
+        N, E, D = size.values()
+        assert run(torch.randn(N, D).to(dtype), torch.randn(E, D)).dtype == torch.float32
+
+    def test_no_tokens_or_columns(self, run: Runner) -> None:
+        assert run(torch.zeros(0, 8), torch.zeros(3, 8)).shape == (0, 3)
+        assert (run(torch.zeros(2, 0), torch.zeros(3, 0)) == 0).all()
+
+    def test_what_bfloat16_cannot_tell_apart(self, run: Runner) -> None:
+        """Weights that differ below bf16's resolution, and a sum that bf16 would end early."""
+        weight = torch.ones(2, 512)
+        weight[1] += 2.0**-12
+        logits = run(torch.ones(1, 512).bfloat16(), weight)
+        assert logits.tolist() == [[512.0, 512.125]]
+
+    def test_layouts(self, run: Runner) -> None:
+        run(torch.randn(5, 70).bfloat16()[:, 3:67], torch.randn(20, 70)[::2, :64])
+
+    @pytest.mark.parametrize(
+        ("changed", "why"),
+        [
+            (dict(x=torch.zeros(3, 8).double()), "x has dtype torch.float64"),
+            (dict(weight=torch.zeros(4, 8).double()), "weight has dtype torch.float64"),
+            (dict(weight=torch.zeros(4, 7)), "expected (N, D) and (E, D)"),
+            (dict(x=torch.zeros(1, 3, 8)), "expected (N, D) and (E, D)"),
+            (dict(x=torch.zeros(8, 3).T), "the last dimension of x has stride 3"),
+            (dict(weight=torch.zeros(8, 4).T), "the last dimension of weight has stride 4"),
+            (dict(x=torch.zeros(33, 8)), "33 tokens, more than 32"),
+            (dict(weight=torch.zeros(4, 8, requires_grad=True)), "no backward"),
+        ],
+    )
+    def test_refusals(self, changed: dict, why: str) -> None:
+        given = dict(x=torch.zeros(16, 8), weight=torch.zeros(4, 8))
+        assert refusal(moe_router_logits, **given) == ""
+        assert why in refusal(moe_router_logits, **given | changed)

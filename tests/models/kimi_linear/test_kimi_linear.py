@@ -246,7 +246,7 @@ class TestCache:
         cache = model(ids[:, :30], use_cache=True).cache
         reset_explain()
         logits = model(ids[:, 30:31], cache=cache).logits
-        absorbed = sum(line.calls for line in explain(show=False) if line.op == "decode_attention")
+        absorbed = sum(line.calls for line in explain(show=False) if line.op == "mla_decode")
         assert absorbed == (2 if attention == "sdpa" else 0)
         assert largest(logits, load(CHECKPOINT)(ids[:, :31]).logits[:, 30:]) <= DECODE_TO_FULL
 
