@@ -43,8 +43,11 @@ SMALL = {
     "chunk_kda": "B1-T70-H3-K8-V4",
     "recurrent_kda": "B5-H2-K8-V4",
     "mamba2_decode_linear": "B5-H4-P8-N8-G2-D12",
+    "mla_decode": "B3-H2-S9-R6-K2",
+    "moe_router_logits": "T9-E6-D8",
     "moe_sigmoid_router": "T150-E8-A2",
     "moe_experts": "T9-E6-A2-D8-F16",
+    "moe_experts_many": "T9-E6-A2-D8-F16",
 }
 
 
@@ -72,6 +75,8 @@ def test_sizes_grow(name: str):
 
 class MetaDraw:
     """Draws shapes without memory."""
+
+    dtype = torch.float32
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
