@@ -40,3 +40,17 @@ def power(scale):
     s = scale.to(tl.int32)
     bits = tl.where(s == 0, 0x00400000, tl.where(s == 255, 0x7FC00000, s << 23))
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def low_number(codes, DENORMALS: tl.constexpr):
+    """The number of the low half of a byte, int32, in fp32."""
+    x = number(((codes & 7) << 22) | ((codes & 8) << 28), DENORMALS)
+    return x * 2.0**126 if DENORMALS else x
+
+
+@triton.jit
+def high_number(codes, DENORMALS: tl.constexpr):
+    """The number of the high half of a byte, int32, in fp32."""
+    x = number(((codes & 0x70) << 18) | ((codes & 0x80) << 24), DENORMALS)
+    return x * 2.0**126 if DENORMALS else x

@@ -107,10 +107,12 @@ def _quantize_kernel(
     byte = tl.where(finite, byte, 255)
     if DECODED:
         scale = power(byte)[:, :, None]
-        y_ptrs = packed_ptr + at_m[:, None, None] * K + offs_k
         even, odd = _magnitude(even) * scale, _magnitude(odd) * scale
-        tl.store(y_ptrs, tl.where(low < 0, -even, even).to(packed_ptr.dtype.element_ty), mask=mask)
-        tl.store(y_ptrs + 1, tl.where(high < 0, -odd, odd).to(packed_ptr.dtype.element_ty), mask=mask)
+        y = tl.join(tl.where(low < 0, -even, even), tl.where(high < 0, -odd, odd))
+        y = tl.reshape(y.to(packed_ptr.dtype.element_ty), (BLOCK_M, BLOCK_B * 32))
+        offs_y = tl.program_id(1) * (BLOCK_B * 32) + tl.arange(0, BLOCK_B * 32)
+        mask_y = (offs_m < rows)[:, None] & (offs_y < K)[None, :]
+        tl.store(packed_ptr + at_m[:, None] * K + offs_y[None, :], y, mask=mask_y)
     else:
         low = _magnitude_code(even) | ((low >> 28) & 8)
         high = _magnitude_code(odd) | ((high >> 28) & 8)
@@ -145,8 +147,8 @@ def _launch(x: Tensor, packed: Tensor, scale: Tensor, scale_rule: str, decoded: 
         return
     rows = x.numel() // K
     sizes, (stride_x,) = row_strides(x)  # type: ignore[misc]
-    block_b = min(64, next_power_of_2(K // BLOCK))
-    block_m = max(1, 32 // block_b)
+    block_b = min(32, next_power_of_2(K // BLOCK))
+    block_m = max(1, 16 // block_b)
     with on_device_of(x):
         _quantize_kernel[(cdiv(rows, block_m), cdiv(K // BLOCK, block_b))](
             x,

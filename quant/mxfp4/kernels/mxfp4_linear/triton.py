@@ -13,9 +13,9 @@ from xpu_ports.quant.mxfp4.format import BLOCK
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import check_arguments, mxfp4_linear, mxfp4_linear_a4, tiles, vector
 from xpu_ports.quant.mxfp4.kernels.mxfp4_quantize import round_rows
 
-# Rows up to which the weight is decoded in registers; from there on it is decoded to memory, some rows at a time, for
-# the vendor's matrix product, which then takes longer than that.
-LARGEST_TILED = 512
+# Rows up to which the weight is decoded in registers; from there on it is decoded to memory, a part at a time, for the
+# vendor's matrix product. On an H200 both take as long at about 100 rows, of a layer of 12288 x 4096.
+LARGEST_TILED = 64
 # Numbers that are decoded at a time.
 _DECODED_AT_ONCE = 2**25
 
@@ -64,7 +64,7 @@ def _multiply(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: 
     N, K = packed.shape[0], x.shape[-1]
     rows, arch = y.numel() // N, architecture(x.device)
     if rows <= (4 if arch.name != "nvidia" else 1):
-        vector.launch(x, packed, scale, bias, y, next_power_of_2(rows))
+        vector.launch(x, packed, scale, bias, y, min(2, next_power_of_2(rows)))
     elif rows <= LARGEST_TILED and arch.matrix_units:
         tiles.launch(x, packed, scale, bias, y, tiles.plan(arch, rows, N, K))
     else:
@@ -73,10 +73,19 @@ def _multiply(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: 
 
 def _decode_and_multiply(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: Tensor) -> None:
     N, K = packed.shape[0], x.shape[-1]
+    # Of rounded rows, bf16, the product in a wider dtype is not to be rounded to bf16 in between.
+    x = (x if x.dtype == y.dtype else x.float()).reshape(-1, K)
     step = min(N, max(1, _DECODED_AT_ONCE // K))
     workspace = torch.empty((step, K), dtype=x.dtype, device=x.device)
+    bias = None if bias is None else bias.to(x.dtype)
     for start in range(0, N, step):
         some = slice(start, min(start + step, N))
         weight = workspace[: some.stop - start]
         tiles.decode(packed[some], scale[some], weight)
-        y[..., some] = F.linear(x, weight, None if bias is None else bias[some].to(x.dtype))
+        part = y.view(-1, N)[:, some]
+        if x.dtype != y.dtype:
+            part.copy_(F.linear(x, weight, None if bias is None else bias[some]))
+        elif bias is None:
+            torch.mm(x, weight.t(), out=part)
+        else:
+            torch.addmm(bias[some], x, weight.t(), out=part)

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import Runner, normal
+from tests.common.ops import Runner, Target, normal, refusal
+from xpu_ports.common import tritonlib
+from xpu_ports.common.device import use_architecture
 from xpu_ports.quant.mxfp4.format import dequantize, quantize
+from xpu_ports.quant.mxfp4.kernels import mxfp4_grouped_linear as module
 from xpu_ports.quant.mxfp4.kernels.mxfp4_grouped_linear import mxfp4_grouped_linear
 
 pytestmark = pytest.mark.op("mxfp4_grouped_linear")
@@ -79,6 +82,19 @@ def test_strided_weights_and_choices(grouped: Runner) -> None:
     grouped(torch.randn(5, 64).bfloat16(), packed[::2, 1::2, 32:], scale[::2, 1::2, 2:], experts)
 
 
+@pytest.mark.parametrize("M", [3, 18])
+@pytest.mark.parametrize("architecture", ["nvidia", "arc-a"])
+def test_other_architectures(
+    grouped: Runner, target: Target, monkeypatch: pytest.MonkeyPatch, architecture: str, M: int
+) -> None:
+    """Their choices of kernel, tile and decoding."""
+    if target.backend == "triton" and not tritonlib.INTERPRETED:
+        pytest.skip("only Triton's interpreter runs every architecture's tiles")
+    monkeypatch.setattr(module, "LARGEST_UNSORTED", 8)
+    with use_architecture(architecture):
+        grouped(torch.randn(M, 96).bfloat16(), *weights_of(5, 33, 96), choices(M, 2, 5))
+
+
 @pytest.mark.parametrize(("M", "A", "N"), [(0, 2, 5), (0, 0, 5), (3, 2, 0)])
 def test_nothing_to_do(grouped: Runner, M: int, A: int, N: int) -> None:
     experts = choices(M, A, 4)
@@ -97,6 +113,14 @@ def test_nothing_to_do(grouped: Runner, M: int, A: int, N: int) -> None:
 def test_does_not_fit(x: Tensor, experts: Tensor, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         mxfp4_grouped_linear(x, *weights_of(4, 5, 64), experts)
+
+
+def test_refusals() -> None:
+    given = torch.randn(3, 64), *weights_of(4, 5, 64), choices(3, 2, 4)
+    assert not refusal(mxfp4_grouped_linear, *given)
+    assert "experts have dtype torch.int32" in refusal(mxfp4_grouped_linear, *given[:3], given[3].int())
+    assert "no columns" in refusal(mxfp4_grouped_linear, torch.randn(3, 0), *given[1:])
+    assert "dtype torch.float64" in refusal(mxfp4_grouped_linear, given[0].double(), *given[1:])
 
 
 def test_compiled() -> None:

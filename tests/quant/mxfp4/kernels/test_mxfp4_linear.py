@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.common.ops import LAYOUTS, Runner, normal
+from tests.common.ops import LAYOUTS, Runner, Target, normal, refusal
+from xpu_ports.common import tritonlib
+from xpu_ports.common.device import use_architecture
 from xpu_ports.common.dispatch import Op
 from xpu_ports.quant.mxfp4 import format
 from xpu_ports.quant.mxfp4.format import dequantize, quantize
-from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import mxfp4_linear, mxfp4_linear_a4
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import mxfp4_linear, mxfp4_linear_a4, tiles, triton
 
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 # One row, few, around a tile, many; N of one, a prime and one past a tile; one block of K, primes of them.
@@ -35,6 +37,12 @@ def weight_of(N: int, K: int) -> tuple[Tensor, Tensor]:
     """Blocks of different scales, all codes."""
     w = torch.randn(N, K // 32, 32) * K**-0.5 * 2.0 ** torch.randint(-3, 4, (N, K // 32, 1))
     return quantize(w.view(N, K))
+
+
+def skip_on_devices(target: Target) -> None:
+    """Where another architecture's tile would be compiled for a device."""
+    if target.backend == "triton" and not tritonlib.INTERPRETED:
+        pytest.skip("only Triton's interpreter runs every architecture's tiles")
 
 
 @pytest.fixture
@@ -94,6 +102,39 @@ class Both:
         x[:, 32:64] = 0
         y = linear(x, packed, scale)
         assert y.isnan().nonzero().tolist() == [[m, 4] for m in range(M)]
+
+    @pytest.mark.parametrize("M", [1, 3, 18])
+    @pytest.mark.parametrize("architecture", ["nvidia", "arc-a"])
+    def test_other_architectures(self, linear: Runner, target: Target, architecture: str, M: int) -> None:
+        """Their choices of kernel, tile and decoding."""
+        skip_on_devices(target)
+        with use_architecture(architecture):
+            linear(torch.randn(M, 96).bfloat16(), *weight_of(33, 96), torch.randn(33).bfloat16())
+
+    @FLOATS
+    @pytest.mark.parametrize("split", [1, 2, 4])
+    def test_parts_of_the_columns(
+        self, linear: Runner, monkeypatch: pytest.MonkeyPatch, split: int, dtype: torch.dtype
+    ) -> None:
+        """Of five blocks; of four parts the last has nothing."""
+        monkeypatch.setattr(tiles, "plan", lambda *_: tiles.Tile(16, 32, 64, 4, split=split))
+        linear(torch.randn(18, 160).to(dtype), *weight_of(33, 160), torch.randn(33).to(dtype))
+
+    @FLOATS
+    @pytest.mark.parametrize("swap", [False, True], ids=["", "swap"])
+    def test_decoded_by_dot_scaled(
+        self, linear: Runner, target: Target, monkeypatch: pytest.MonkeyPatch, swap: bool, dtype: torch.dtype
+    ) -> None:
+        skip_on_devices(target)
+        monkeypatch.setattr(tiles, "plan", lambda *_: tiles.Tile(16, 64, 64, 4, split=2, scaled=True, swap=swap))
+        linear(torch.randn(18, 160).to(dtype), *weight_of(33, 160), torch.randn(33).to(dtype))
+
+    @FLOATS
+    def test_decoded_to_memory(self, linear: Runner, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+        """For many rows, here for all, ten outputs at a time."""
+        monkeypatch.setattr(triton, "LARGEST_TILED", 0)
+        monkeypatch.setattr(triton, "_DECODED_AT_ONCE", 10 * 96)
+        linear(torch.randn(2, 9, 96).to(dtype), *weight_of(33, 96), torch.randn(33).to(dtype))
 
     def test_not_a_number_stays_in_its_row(self, linear: Runner) -> None:
         x = torch.randn(3, 64)
@@ -179,3 +220,22 @@ def test_the_weight_is_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     y = mxfp4_linear(x, packed, scale, torch.arange(50.0))
     assert max(largest) <= 200
     torch.testing.assert_close(y, linear(x, dequantize(packed, scale, torch.float32), torch.arange(50.0)))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dict(packed=torch.zeros(5, 32).byte().view(torch.int8)), "dtypes torch.int8 and torch.uint8, expected bytes"),
+        (dict(x=torch.randn(3, 0)), "there are no columns"),
+        (dict(packed=torch.zeros(32, 5).byte().T), "the last dimension of packed or scale is not contiguous"),
+        (dict(packed=torch.zeros(5, 34).byte()[:, :32]), "not multiples of 4"),
+        (dict(x=torch.randn(3, 64).double()), "dtype torch.float64"),
+        (dict(x=torch.randn(64, 3).T), "the last dimension has stride 3"),
+        (dict(bias=torch.randn(5).half()), "bias has shape (5,) and dtype torch.float16"),
+    ],
+    ids=["bytes", "empty", "layout", "alignment", "dtype", "strides", "bias"],
+)
+def test_refusals(change: dict, why: str) -> None:
+    given = {"x": torch.randn(3, 64), "packed": torch.zeros(5, 32).byte(), "scale": torch.zeros(5, 2).byte()}
+    assert not refusal(mxfp4_linear, **given)
+    assert why in refusal(mxfp4_linear, **given | change)

@@ -16,6 +16,8 @@ from xpu_ports.common import accuracy
 from xpu_ports.quant.mxfp4.format import dequantize, quantize
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import mxfp4_linear_a4, vllm_xpu
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of PyTorch cannot fake an XPU")
+
 
 def fp4_gemm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """Its arguments as onednn_matmul.cpp checks them, and the product that oneDNN makes of them."""
