@@ -189,6 +189,8 @@ def _size(n: float) -> str:
 
 
 def _show(job: Job) -> None:
+    from xpu_ports.quant.convert.writer import free_bytes
+
     rows = []
     for step in job.plan.steps:
         first = step.outputs[0]
@@ -202,7 +204,8 @@ def _show(job: Job) -> None:
     print(
         f"{job.plan.source.format}, {len(job.plan.source.found)} tensors, {_size(before)} -> {len(rows)} conversions, "
         f"{_size(after)} in {len(job.shards)} {'file' if len(job.shards) == 1 else 'files'}; "
-        f"copied besides: {', '.join(path.name for path in job.copied) or 'nothing'}. Nothing was written."
+        f"copied besides: {', '.join(path.name for path in job.copied) or 'nothing'}; "
+        f"{_size(free_bytes(job.target))} free for {_size(job.size)}. Nothing was written."
     )
 
 

@@ -30,8 +30,8 @@ from xpu_ports.quant.convert.steps import (
     Values,
 )
 from xpu_ports.quant.mxfp4.format import BLOCK
-from xpu_ports.quant.mxfp4.linear import ACTIVATIONS
-from xpu_ports.quant.mxfp4.packing import choose
+from xpu_ports.quant.mxfp4.linear import ACTIVATIONS, EXPERTS
+from xpu_ports.quant.mxfp4.packing import choose, units
 from xpu_ports.quant.mxfp4.quantize import quantization_config
 from xpu_ports.quant.mxfp4.scheme import LINEAR, Scheme, read_scheme
 
@@ -112,6 +112,7 @@ def plan_mxfp4(source: Source, asked: ToMXFP4) -> Plan:
     plan = Plan(source, steps, config, list(source.warnings)).check()
     if model is not None:
         _check_loads(plan, model, layers)
+    plan.warnings += _stacks_left(steps)
     return plan
 
 
@@ -145,6 +146,12 @@ def _layers(source: Source, dense: Mapping[str, TensorInfo]) -> tuple[PreTrained
             raise
         source.warnings.append(f"{error}: what the source holds quantized is converted without a look at its model")
         return None, {}
+    stacks = [key for key, info in dense.items() if key.rpartition(".")[2] in EXPERTS and len(info.shape) == 3]
+    if stacks and any(len(unit.keys) > 1 for unit in units(model)):
+        # Experts that the model can hold packed, under its names in memory.
+        info = dense[stacks[0]]
+        expected = "a matrix an expert, as the published layout has (--layout official makes it)"
+        raise CheckpointError(info.file, stacks[0], expected, f"a stack {list(info.shape)}")
     return model, models.layers(model, dense)
 
 
@@ -238,6 +245,17 @@ def _left_dense(steps: Sequence[Step]) -> set[str]:
     """Layers that are not packed, by the shapes and names of their weights."""
     outputs = [output for step in steps for output in step.outputs]
     return {o.name.removesuffix(".weight") for o in outputs if o.name.endswith(".weight") and len(o.shape) == 2}
+
+
+def _stacks_left(steps: Sequence[Step]) -> list[str]:
+    """A warning of stacked matrices: as experts' weights they may be most of the model."""
+    stacks = [
+        step.outputs[0].name
+        for step in steps
+        if isinstance(step, Copy) and len(step.outputs[0].shape) == 3 and min(step.outputs[0].shape[1:]) >= BLOCK
+    ]
+    more = f" and {len(stacks) - 1} more" if len(stacks) > 1 else ""
+    return [f"{stacks[0]}{more}: a stack of matrices stays as it is, only matrices become MXFP4"] if stacks else []
 
 
 def _check_loads(plan: Plan, model: PreTrainedModel, layers: Mapping[str, models.Layer]) -> None:

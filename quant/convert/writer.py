@@ -112,7 +112,7 @@ def check_target(job: Job, resume: bool) -> list[Shard]:
     done = sum(shard.size for shard in job.shards if shard not in todo)
     there = [partial(job.target / shard.name) for shard in todo]
     # Blocks of 512 bytes; a file with holes has fewer than its size says.
-    free = _free(job.target) + sum(512 * path.stat().st_blocks for path in there if path.exists())
+    free = free_bytes(job.target) + sum(512 * getattr(path.stat(), "st_blocks", 0) for path in there if path.exists())
     if todo and free < job.size - done:
         raise CheckpointError(job.target, None, f"{job.size - done} bytes free", f"{free}", "nothing has been written")
     return todo
@@ -128,7 +128,8 @@ def _is_ours(job: Job, present: Sequence[str]) -> bool:
     return texts and all(is_written(job.target / shard.name, shard) for shard in job.shards)
 
 
-def _free(path: Path) -> int:
+def free_bytes(path: Path) -> int:
+    """Room on the disk that a folder is on, or will be."""
     while not path.exists():
         path = path.parent.resolve()
     return shutil.disk_usage(path).free

@@ -453,3 +453,12 @@ def test_random_mxfp4_is_read_as_it_was_made(tmp_path: Path) -> None:
     plan = plan_mxfp4(read_source(tmp_path), ToMXFP4())
     step = next(s for s in plan.steps if s.outputs[0].name == "x.1.up_proj.weight_packed")
     assert same(torch.cat([step.make(a, a + 1)[0] for a in range(5)]), made.codes[1, 1::2])
+
+
+def test_a_stack_that_stays_dense_is_told(tmp_path: Path) -> None:
+    """gpt-oss as it is in bf16: transformers' class, whose experts are no linear layers."""
+    sources.gpt_oss(tmp_path / "source")
+    to_bf16(tmp_path / "source", tmp_path / "dense")
+    plan = plan_mxfp4(read_source(tmp_path / "dense"), ToMXFP4())
+    expected = "model.layers.0.mlp.experts.down_proj and 3 more: a stack of matrices stays as it is"
+    assert any(expected in warning for warning in plan.warnings)

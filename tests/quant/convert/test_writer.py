@@ -245,7 +245,7 @@ def test_a_small_disk(job: Job, source: Path, disk: Path, monkeypatch: pytest.Mo
         run(small)
     assert not small.target.exists()
     # Another process takes the room meanwhile.
-    monkeypatch.setattr(writer, "_free", lambda path: 1 << 40)
+    monkeypatch.setattr(writer, "free_bytes", lambda path: 1 << 40)
     with pytest.raises(CheckpointError, match=r"expected room on the disk, found none left"):
         run(small)
     assert not list(small.target.glob(".*.partial"))
