@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import torch
 
@@ -113,7 +113,7 @@ def writes(path: Path, key: str | None = None) -> Iterator[None]:
         raise CheckpointError(path, key, "a place that can be written", error.strerror or str(error)) from error
 
 
-def write_file(path: Path, fill: Callable[[BinaryIO], object], mode: str = "wb") -> None:
+def write_file(path: Path, fill: Callable[[BinaryIO], object], mode: Literal["wb", "r+b"] = "wb") -> None:
     """A file that has its name only when all of it is on the disk; if it cannot be written, nothing is left of it.
 
     Args:
