@@ -83,7 +83,7 @@ def _command(section: str) -> list[str]:
     if section == "tests":
         workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
         options = ["--backend", "cuda", "-q", "--tb=short", "--maxfail=15", "-p", "no:cacheprovider"]
-        return [sys.executable, "-m", "pytest", "tests/common/kernels", *options, *workers]
+        return [sys.executable, "-m", "pytest", "tests/common/kernels", "tests/quant", *options, *workers]
     script = {"ops": "ops.py", "tune": "tune.py", "models": "models.py"}[section]
     return [sys.executable, str(ROOT / "benchmarks" / script)]
 

@@ -22,12 +22,20 @@ PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 @triton.jit
-def _multiply_scaled(x, packed, scale, acc, SWAP: tl.constexpr):
-    """acc + x W^T, of bf16 [M, K], codes [N, K/2] and scales [N, K/32]; acc is [N, M] where SWAP."""
-    if SWAP:
-        acc = tl.dot_scaled(packed, scale, "e2m1", tl.trans(x), None, "bf16", acc, fast_math=True)
+def _multiply_scaled(x, packed, scale, acc, PARTS: tl.constexpr):
+    """acc + x W^T, of x [M, K] in PARTS bf16, codes [N, K/2] and scales [N, K/32]."""
+    packed = tl.trans(packed)
+    if PARTS == 1:
+        acc = tl.dot_scaled(x, None, "bf16", packed, scale, "e2m1", acc, fast_math=True)
     else:
-        acc = tl.dot_scaled(x, None, "bf16", tl.trans(packed), scale, "e2m1", acc, fast_math=True)
+        x = x.to(tl.float32)
+        top = _top(x)
+        acc = tl.dot_scaled(top, None, "bf16", packed, scale, "e2m1", acc, fast_math=True)
+        x = _rest(x, top)
+        top = _top(x)
+        acc = tl.dot_scaled(top, None, "bf16", packed, scale, "e2m1", acc, fast_math=True)
+        if PARTS == 3:
+            acc = tl.dot_scaled(_top(_rest(x, top)), None, "bf16", packed, scale, "e2m1", acc, fast_math=True)
     return acc
 
 
@@ -93,7 +101,6 @@ def _tile_kernel(
     BIAS: tl.constexpr,
     GROUPED: tl.constexpr,
     SCALED: tl.constexpr,
-    SWAP: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -134,7 +141,7 @@ def _tile_kernel(
     first = part * length
     last = tl.minimum(first + length, K)
     offs_k, offs_p = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // 2)
-    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if SCALED:
         offs_b = tl.arange(0, BLOCK_K // 32)
         x_ptrs = x_ptr + x_at[:, None] + offs_k[None, :]
@@ -151,20 +158,9 @@ def _tile_kernel(
                 scale = tl.load(scale_ptrs + k // 32, mask=mask_n[:, None] & mask_b[None, :], other=0)
                 x = tl.load(x_ptrs + k, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             largest = tl.maximum(largest, scale.to(tl.int32))
-            if PARTS == 1:
-                acc = _multiply_scaled(x, packed, scale, acc, SWAP)
-            else:
-                x = x.to(tl.float32)
-                top = _top(x)
-                acc = _multiply_scaled(top, packed, scale, acc, SWAP)
-                x = _rest(x, top)
-                top = _top(x)
-                acc = _multiply_scaled(top, packed, scale, acc, SWAP)
-                if PARTS == 3:
-                    acc = _multiply_scaled(_top(_rest(x, top)), packed, scale, acc, SWAP)
-        y = tl.trans(acc) if SWAP else acc
+            acc = _multiply_scaled(x, packed, scale, acc, PARTS)
         # dot_scaled is free to take a scale of 255 for infinity.
-        y = tl.where((tl.max(largest, axis=1) == 255)[None, :], float("nan"), y)
+        acc = tl.where((tl.max(largest, axis=1) == 255)[None, :], float("nan"), acc)
     else:
         # The even columns, whose codes are low in their bytes, and then the odd ones.
         x_ptrs = x_ptr + x_at[:, None] + 2 * offs_p[None, :]
@@ -178,7 +174,7 @@ def _tile_kernel(
             acc = _multiply_parts(tl.load(x_ptrs + k, mask=mask_x, other=0.0), tl.trans(w), acc, PARTS)
             w = (high_number(codes, False) * scale).to(tl.bfloat16)
             acc = _multiply_parts(tl.load(x_ptrs + (k + 1), mask=mask_x, other=0.0), tl.trans(w), acc, PARTS)
-        y = acc
+    y = acc
     if BIAS:
         y += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
     y_ptrs = y_ptr + (part.to(tl.int64) * rows + offs_m)[:, None] * N + offs_n[None, :]
@@ -236,9 +232,8 @@ class Tile:
     warps: int
     stages: int = 2
     split: int = 1
-    # Whether dot_scaled decodes the weight, and whether the weight is its first factor.
+    # Whether dot_scaled decodes the weight: with Triton 3.3 it does not compile for all Intel GPUs.
     scaled: bool = False
-    swap: bool = False
     registers: int = 128
 
 
@@ -331,7 +326,6 @@ def launch(
             BIAS=bias is not None and cut.split == 1,
             GROUPED=groups is not None,
             SCALED=cut.scaled,
-            SWAP=cut.swap,
             BLOCK_E=next_power_of_2(E),
             BLOCK_M=cut.block_m,
             BLOCK_N=cut.block_n,

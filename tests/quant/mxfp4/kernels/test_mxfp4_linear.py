@@ -121,12 +121,11 @@ class Both:
         linear(torch.randn(18, 160).to(dtype), *weight_of(33, 160), torch.randn(33).to(dtype))
 
     @FLOATS
-    @pytest.mark.parametrize("swap", [False, True], ids=["", "swap"])
     def test_decoded_by_dot_scaled(
-        self, linear: Runner, target: Target, monkeypatch: pytest.MonkeyPatch, swap: bool, dtype: torch.dtype
+        self, linear: Runner, target: Target, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
     ) -> None:
         skip_on_devices(target)
-        monkeypatch.setattr(tiles, "plan", lambda *_: tiles.Tile(16, 64, 64, 4, split=2, scaled=True, swap=swap))
+        monkeypatch.setattr(tiles, "plan", lambda *_: tiles.Tile(16, 64, 64, 4, split=2, scaled=True))
         linear(torch.randn(18, 160).to(dtype), *weight_of(33, 160), torch.randn(33).to(dtype))
 
     @FLOATS
