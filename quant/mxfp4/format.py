@@ -11,7 +11,6 @@ rules "even" and "rceil" as in AMD Quark and compressed-tensors, and in NVIDIA's
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 
@@ -138,7 +137,7 @@ def dequantized_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Itera
     N, K = packed.shape[0], 2 * packed.shape[1]
     if N == 0 or K == 0:
         return
-    pairs, scales = _tables(torch.float32 if dtype == torch.float16 else dtype, packed.device)
+    pairs, scales = _tables(torch.float32 if dtype == torch.float16 else dtype, packed)
     step = min(N, max(1, _DECODED_AT_ONCE // K))
     index = torch.empty((step, K // 2), dtype=torch.int32, device=packed.device)
     values = torch.empty(step * K // 2, dtype=pairs.dtype, device=packed.device)
@@ -177,23 +176,20 @@ def as_bytes(t: Tensor) -> Tensor:
 _kept: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
 
-def _tables(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(the two numbers of each byte, as one number of twice the size; the scale of each byte)."""
-    kept = _kept.get((dtype, device))
+def _tables(dtype: torch.dtype, like: Tensor) -> tuple[Tensor, Tensor]:
+    """(the two numbers of each byte, as one number of twice the size; the scale of each byte), where `like` is."""
+    if type(like) not in (Tensor, torch.nn.Parameter):
+        # A compiler's or `FakeTensorMode`'s tensors, which do not mix with others.
+        return _make_tables(dtype, like.device)
+    kept = _kept.get((dtype, like.device))
     if kept is None:
-        pairs, scales = (t.to(dtype) for t in _exact_tables())
-        pairs = pairs.view({2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]).flatten()
-        kept = pairs.to(device), scales.to(device)
-        if all(type(t) is Tensor for t in kept):
-            # Not those without data that a compiler or `FakeTensorMode` sees.
-            _kept[dtype, device] = kept
+        kept = _kept[dtype, like.device] = _make_tables(dtype, like.device)
     return kept
 
 
-@functools.cache
-def _exact_tables() -> tuple[Tensor, Tensor]:
-    """(the two numbers of each byte [256, 2], the scale of each byte [256]), fp64."""
+def _make_tables(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     values = [*MAGNITUDES, *(-m for m in MAGNITUDES)]
-    pairs = [[values[byte & 15], values[byte >> 4]] for byte in range(256)]
-    scales = [math.ldexp(1.0, byte - BIAS) for byte in range(NAN_SCALE)]
-    return torch.tensor(pairs, dtype=torch.float64), torch.tensor([*scales, math.nan], dtype=torch.float64)
+    pairs = torch.tensor([[values[byte & 15], values[byte >> 4]] for byte in range(256)], dtype=dtype)
+    scales = torch.tensor([*(math.ldexp(1.0, byte - BIAS) for byte in range(NAN_SCALE)), math.nan], dtype=torch.float64)
+    pairs = pairs.view({2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]).flatten()
+    return pairs.to(device), scales.to(dtype).to(device)

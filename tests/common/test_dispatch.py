@@ -483,6 +483,18 @@ def _kda(B: int, T: int) -> tuple:
 
 
 # Arguments of one call of each op, and of one with the options that change its outputs.
+def _latent() -> tuple[Tensor, Tensor]:
+    """Queries and rows that its kernel takes: not fp32."""
+    return torch.randn(2, 4, 10).bfloat16(), torch.randn(2, 5, 10).bfloat16()
+
+
+def _mxfp4(*shape: int) -> tuple[Tensor, Tensor]:
+    """Packed weights and scales near 1."""
+    *outer, K = shape
+    packed = torch.randint(256, (*outer, K // 2), dtype=torch.uint8)
+    return packed, torch.randint(125, 130, (*outer, K // 32), dtype=torch.uint8)
+
+
 CALLS: dict[str, Callable[[], tuple]] = {
     "linear": lambda: (torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)),
     "norm_linear": lambda: (torch.randn(3, 8), None, torch.randn(8), torch.randn(5, 8)),
@@ -495,6 +507,16 @@ CALLS: dict[str, Callable[[], tuple]] = {
         [torch.randn(5, 2), torch.randn(6, 2)],
     ),
     "moe_sigmoid_router": lambda: (torch.randn(5, 8), torch.randn(8), 2, 2.446),
+    "moe_router_logits": lambda: (torch.randn(5, 8), torch.randn(4, 8)),
+    "mla_decode": lambda: (*_latent(), None, 8, 0.5),
+    "mla_decode with a mask": lambda: (*_latent(), torch.zeros(2, 5), 8, 0.5),
+    "mxfp4_quantize": lambda: (torch.randn(3, 64), "floor"),
+    "mxfp4_linear": lambda: (torch.randn(3, 64), *_mxfp4(5, 64), torch.randn(5)),
+    "mxfp4_linear_a4": lambda: (torch.randn(3, 64), *_mxfp4(5, 64)),
+    "mxfp4_grouped_linear": lambda: (torch.randn(3, 64), *_mxfp4(4, 5, 64), torch.tensor([2, 0, 2])),
+    "mxfp4_grouped_linear with two each": lambda: (
+        *(torch.randn(3, 64), *_mxfp4(4, 5, 64), torch.tensor([[2, 0], [0, 1], [3, 3]])),
+    ),
     "moe_experts": lambda: (
         *(torch.randn(5, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)),
         *(torch.randint(4, (5, 2)), torch.rand(5, 2)),
