@@ -101,6 +101,8 @@ def read_source(folder: Path, fix_scales: bool = False) -> Source:
         if isinstance(nested, dict) and _KEY in nested:
             raise CheckpointError(where, f"{name}.{_KEY}", f"{_KEY} at the top", "one of a part of the model")
     quantization: dict[str, Any] = config.get(_KEY) or _of_modelopt(folder)
+    if not isinstance(quantization, dict):
+        raise CheckpointError(where, _KEY, "an object", repr(quantization))
     method = str(quantization.get("quant_method")) if quantization else None
     if method is not None and method not in _READERS:
         raise CheckpointError(where, f"{_KEY}.quant_method", f"one of {', '.join(_READERS)}", repr(method))
@@ -230,7 +232,7 @@ def _fp8(source: Source, config: Mapping[str, Any]) -> None:
     tile = config.get("weight_block_size")
     if not (isinstance(tile, list) and len(tile) == 2 and all(isinstance(n, int) and n > 0 for n in tile)):
         raise CheckpointError(source.where, f"{_KEY}.weight_block_size", "two sizes", repr(tile))
-    # 8 bits are not what MXFP4 layers round their input to: the reader may say, else it stays as it is.
+    # What its layers round their input to, 8 bits, goes with the weights of 8 bits.
     for key, info in source.found.items():
         layer = key.removesuffix(".weight")
         if layer == key or info.dtype not in (torch.float8_e4m3fn, torch.int8, torch.uint8):

@@ -26,6 +26,7 @@ from xpu_ports.quant.convert.shards import (
     is_written,
     partial,
     shards,
+    steps_file,
     write_file,
     writes,
 )
@@ -154,6 +155,10 @@ def write(job: Job, todo: Sequence[Shard], threads: int, progress: Callable[[int
     with writes(job.target):
         job.target.mkdir(parents=True, exist_ok=True)
     with _locked(job):
+        for shard in job.shards:
+            if shard not in todo:
+                # Killed between its name and this.
+                steps_file(job.target / shard.name).unlink(missing_ok=True)
         for shard in todo:
             not_finite |= ShardWriter(job.target, shard, threads, progress).write()
         for path in job.copied:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import xpu_ports.models
 import xpu_ports.quant
 from tests.quant.convert import sources
 from tests.quant.convert.sources import load, packed_llama, random_fp8, random_mxfp4, to_bf16, to_mxfp4
@@ -26,6 +27,7 @@ from xpu_ports.quant.convert.plan import ToMXFP4, plan_bf16, plan_mxfp4
 from xpu_ports.quant.mxfp4.format import quantize
 from xpu_ports.quant.mxfp4.linear import MXFP4Linear
 
+TINY_KIMI = Path(__file__).parents[3] / "checkpoints" / "tiny-kimi-linear"
 QUARK_WEIGHT = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False,
                 "scale_calculation_mode": "even"}  # fmt: skip
 QUARK = {
@@ -399,6 +401,7 @@ DAMAGE = {
                     "expected uint8 or float8_e8m0fnu [64, 5], found uint8 [64, 4]"),
     "scale-dtype": (_put(f"{LAYER}.weight_scale", torch.ones(64, 5)), "found float32 [64, 5]"),
     "method": (_config(quantization_config={"quant_method": "gptq"}), "quant_method: expected one of"),
+    "no-object": (_config(quantization_config="mxfp4"), "quantization_config: expected an object, found 'mxfp4'"),
     "rotated": (_config(quantization_config={**QUARK, "algo_config": [{"name": "rotation"}]}), "algo_config: expected"),
     "group": (_config(quantization_config={**QUARK, "global_quant_config": {
         "weight": {**QUARK_WEIGHT, "group_size": 16}}}), "weight.group_size: expected 32, found 16"),
@@ -428,6 +431,18 @@ def test_a_plain_checkpoint_of_an_unknown_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model_type: expected one that transformers knows"):
         plan_mxfp4(read_source(tmp_path), ToMXFP4())
     assert any("fp32 tensors are told from the rest" in w for w in plan_bf16(read_source(tmp_path)).warnings)
+
+
+def test_a_part_of_what_a_model_joins(tmp_path: Path) -> None:
+    """Kimi Linear has q, k and v in one layer, which is packed or not."""
+    xpu_ports.models.register("kimi_linear")
+    expected = "self_attn.q_proj: expected W4A16 as|self_attn.k_proj: expected no quantization as"
+    with pytest.raises(CheckpointError, match=expected):
+        plan_mxfp4(read_source(TINY_KIMI), ToMXFP4(ignore=("model.layers.1.self_attn.q_proj",)))
+    # Under the model's name it is the whole.
+    plan = plan_mxfp4(read_source(TINY_KIMI), ToMXFP4(ignore=("model.layers.1.self_attn.qkv_proj",)))
+    dense = {f"model.layers.1.self_attn.{n}_proj" for n in "qkv"}
+    assert dense <= set(plan.config["quantization_config"]["ignore"])
 
 
 def test_nothing_to_quantize(tmp_path: Path) -> None:

@@ -176,6 +176,15 @@ def test_a_shard_is_gone_on_with(source: Path, tmp_path: Path, monkeypatch: pyte
     assert digests(work / "whole") == digests(job.target)
 
 
+def test_a_kill_between_a_shard_and_its_list_of_steps(job: Job) -> None:
+    run(job)
+    whole = digests(job.target)
+    (job.target / STATE).write_text(json.dumps({"fingerprint": job.fingerprint}))
+    shards.steps_file(job.target / job.shards[0].name).write_text("0 0\n")
+    run(job, resume=True)
+    assert digests(job.target) == whole
+
+
 def test_resume_of_another_conversion(job: Job, source: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(job, progress=_raise(KeyboardInterrupt(), 3))
