@@ -555,6 +555,9 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "chunk_kda": lambda: (*_kda(1, 5), None, 0.5),
     "chunk_kda from a state": lambda: (*_kda(2, 70), torch.randn(2, 2, 4, 3), 0.5, True),
     "recurrent_kda": lambda: (torch.randn(2, 2, 4, 3), *_kda(2, 3), 0.5, True, torch.tensor([[1, 0, 1], [1, 1, 0]])),
+    "recurrent_kda in slots": lambda: (
+        *(torch.randn(3, 2, 4, 3), *_kda(2, 3), 0.5, True, None, torch.tensor([2, -1])),
+    ),
     "decode_attention": lambda: (torch.randn(2, 4, 8), *torch.randn(2, 2, 2, 5, 8), None, 0.5),
     "decode_attention with a mask": lambda: (torch.randn(2, 4, 8), *torch.randn(2, 2, 2, 5, 8), torch.zeros(2, 5), 0.5),
 }

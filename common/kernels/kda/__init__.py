@@ -177,13 +177,16 @@ def recurrent_kda(
     scale: float = 1.0,
     l2norm: bool = False,
     mask: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Move the state by a few tokens, one after the other, and read it after each.
 
     Args:
-        state: [B, H, K, V], fp32 in models. Written.
+        state: [B, H, K, V], fp32 in models; with `slots` [S, H, K, V]. Written.
         q, k, v, g, beta, scale, l2norm: as `chunk_kda` takes them. T is 1 in a decode step.
         mask: [B, T], nonzero where the token counts; one that does not leaves the state as it is and gives 0.
+        slots: [B], int32 or int64, in [-1, S): which state is a sequence's, no two sequences' the same. A sequence with
+            -1 has none: it writes nothing and gives 0. None for state b of sequence b.
 
     Returns:
         o: [B, T, H, V] in q's dtype.
@@ -192,7 +195,7 @@ def recurrent_kda(
     q, k, v, g, beta = (t.to(wide) for t in (q, k, v, g, beta))
     if l2norm:
         q, k = l2_normalized(q), l2_normalized(k)
-    moved = state.to(wide)
+    moved = state.to(wide) if slots is None else state.to(wide)[slots.clamp(min=0)]
     outputs = v.new_empty(v.shape)
     for t in range(q.shape[1]):
         decayed = moved * g[:, t, :, :, None].exp()
@@ -204,7 +207,14 @@ def recurrent_kda(
             o, after = torch.where(counts, o, 0.0), torch.where(counts[..., None], after, moved)
         moved = after
         outputs[:, t] = o
-    state.copy_(moved)
+    if slots is None:
+        state.copy_(moved)
+    elif slots.shape[0]:
+        outputs = torch.where((slots >= 0)[:, None, None, None], outputs, 0.0)
+        # Which sequence each state is of; by shapes alone, so that it can be traced.
+        owner = slots == torch.arange(state.shape[0], device=slots.device)[:, None]  # [S, B]
+        owned = owner.any(1)[:, None, None, None]
+        state.copy_(torch.where(owned, moved[owner.int().argmax(1)].to(state.dtype), state))
     return outputs.to(dtype)
 
 

@@ -21,19 +21,23 @@ def _refuses(
     scale: float = 1.0,
     l2norm: bool = False,
     mask: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> str | None:
     why = refuses_tokens(q, k, v, g, beta)
     if why is not None:
         return why
     B, T, H, K = q.shape
-    if state.shape != (B, H, K, v.shape[3]):
-        return f"state has shape {tuple(state.shape)}, expected {(B, H, K, v.shape[3])}"
+    states = B if slots is None else state.shape[0]
+    if state.shape != (states, H, K, v.shape[3]):
+        return f"state has shape {tuple(state.shape)}, expected {(states, H, K, v.shape[3])}"
     if state.dtype not in FLOATS:
         return f"state has dtype {state.dtype}, not one of float16, bfloat16, float32"
     if state.stride(-1) != 1 and v.shape[3] > 1:
         return f"the last dimension of state has stride {state.stride(-1)}, not 1"
     if mask is not None and mask.shape != (B, T):
         return f"mask has shape {tuple(mask.shape)}, expected {(B, T)}"
+    if slots is not None and (slots.shape != (B,) or slots.dtype not in (torch.int32, torch.int64)):
+        return f"slots has shape {tuple(slots.shape)} and dtype {slots.dtype}, expected ({B},), int32 or int64"
     return None
 
 
@@ -47,6 +51,7 @@ def _recurrent_kda_kernel(
     g_ptr,
     beta_ptr,
     mask_ptr,
+    slots_ptr,
     o_ptr,
     T,
     scale,
@@ -70,11 +75,13 @@ def _recurrent_kda_kernel(
     stride_b_h,
     stride_m_b,
     stride_m_t,
+    stride_slots,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     L2NORM: tl.constexpr,
     MASK: tl.constexpr,
+    SLOTS: tl.constexpr,
     ONE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -87,7 +94,16 @@ def _recurrent_kda_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     offs_v = pid % V_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k, mask_v = offs_k < K, offs_v < V
-    state_ptrs = state_ptr + b * stride_s_b + h * stride_s_h + offs_k[:, None] * stride_s_k + offs_v[None, :]
+    slot = b
+    if SLOTS:
+        slot = tl.load(slots_ptr + b * stride_slots).to(tl.int64)
+        if slot < 0:
+            o_ptr += (b * T * H + h) * V
+            for _ in range(1 if ONE else T):
+                tl.store(o_ptr + offs_v, tl.zeros((BLOCK_V,), o_ptr.dtype.element_ty), mask=mask_v)
+                o_ptr += H * V
+            return
+    state_ptrs = state_ptr + slot * stride_s_b + h * stride_s_h + offs_k[:, None] * stride_s_k + offs_v[None, :]
     state_mask = mask_k[:, None] & mask_v[None, :]
     # The state first: nearly all of the bytes, and nothing else is needed to fetch it.
     state = tl.load(state_ptrs, mask=state_mask, other=0.0).to(tl.float32)
@@ -157,6 +173,7 @@ def recurrent_kda_triton(
     scale: float = 1.0,
     l2norm: bool = False,
     mask: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     B, T, H, K = q.shape
     V = v.shape[3]
@@ -166,15 +183,17 @@ def recurrent_kda_triton(
     block_k, block_v, warps = tile(architecture(q.device), B * H, K, V)
     with on_device_of(q):
         _recurrent_kda_kernel[(cdiv(V, block_v) * H * B,)](
-            *(state, q, k, v, g, beta, q if mask is None else mask, o, T, scale),
+            *(state, q, k, v, g, beta, q if mask is None else mask, q if slots is None else slots, o, T, scale),
             *state.stride()[:3],
             *(stride for t in (q, k, v, g, beta) for stride in t.stride()[:3]),
             *((0, 0) if mask is None else mask.stride()),
+            0 if slots is None else slots.stride(0),
             H=H,
             K=K,
             V=V,
             L2NORM=l2norm,
             MASK=mask is not None,
+            SLOTS=slots is not None,
             ONE=T == 1,
             BLOCK_K=block_k,
             BLOCK_V=block_v,

@@ -130,6 +130,37 @@ def test_masked_tokens_never_write(run: Runner) -> None:
     assert o.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("T", [1, 3])
+def test_slots(run: Runner, T: int, dtype: torch.dtype) -> None:
+    """States anywhere in a larger pool; sequences without one write nothing, whatever they hold."""
+    given = arguments(dict(B=5, T=T, H=2, K=7, V=20))
+    slots = torch.tensor([3, -1, 0, 6, -1])
+    for name in ("q", "k", "v", "g", "beta"):
+        given[name][slots < 0] = float("nan")
+    pool = torch.randn(7, 2, 7, 20)
+    pool[[1, 5]] = float("nan")
+    o, state = run(**given | dict(state=pool, slots=slots.to(dtype)))
+    assert (o[slots < 0] == 0).all()
+    others = [1, 2, 4, 5]
+    assert torch.equal(state[others].view(torch.int32), pool[others].view(torch.int32))
+    taken = slots >= 0
+    alone = {name: given[name][taken] for name in ("q", "k", "v", "g", "beta")}
+    states = pool[slots[taken]]
+    expected = recurrent_kda.reference(**given | alone | dict(state=states))
+    torch.testing.assert_close(o[taken], expected)
+    torch.testing.assert_close(state[slots[taken]], states)
+
+
+def test_slots_with_a_mask(run: Runner) -> None:
+    given = arguments(dict(B=3, T=2, H=1, K=7, V=5)) | dict(state=torch.randn(4, 1, 7, 5))
+    every_other = torch.tensor([2, 9, -1, 9, 1, 9])[::2]
+    mask = torch.tensor([[1, 0], [1, 1], [0, 0]])
+    _, state = run(**given | dict(mask=mask, slots=every_other))
+    assert torch.equal(state[[0, 1, 3]], given["state"][[0, 1, 3]])
+    assert not torch.equal(state[2], given["state"][2])
+
+
 def test_nan_stays_in_its_sequence_and_column(run: Runner) -> None:
     given = arguments(dict(B=2, T=2, H=2, K=7, V=5))
     given["state"][1, 0, 3, 2] = float("nan")
@@ -207,6 +238,8 @@ REFUSED = {
     "beta shape": (GOOD | dict(beta=torch.zeros(2, 4, 2)), "beta has shape (2, 4, 2)"),
     "v shape": (GOOD | dict(v=torch.zeros(2, 2, 2, 4)), "v has shape (2, 2, 2, 4)"),
     "mask shape": (GOOD | dict(mask=torch.ones(2)), "mask has shape (2,)"),
+    "slots shape": (GOOD | dict(slots=torch.zeros(3, dtype=torch.int64)), "slots has shape (3,)"),
+    "slots dtype": (GOOD | dict(slots=torch.zeros(2)), "dtype torch.float32, expected (2,), int32 or int64"),
     "wide heads": (WIDE, "heads of 257 channels, more than 256"),
     "gradient": (GOOD | dict(q=GOOD["q"].clone().requires_grad_()), "no backward"),
 }
