@@ -18,6 +18,10 @@ CPU = torch.device("cpu")
 # A size of each row that the reference takes no time for; more rows than a sample takes where it takes some.
 SMALL = {
     "mxfp4_quantize": "T150-K64",
+    "qk_norm_rope": "T150-H2-K8",
+    "ada_layer_norm": "T150-N32",
+    "gated_residual": "T150-N32",
+    "concat_swiglu": "T150-D8-F16",
     "mxfp4_linear": "T150-N150-K64",
     "mxfp4_linear_a4": "T150-N150-K64",
     "mxfp4_grouped_linear": "T9-E6-A2-N150-K64",
