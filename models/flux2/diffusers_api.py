@@ -1,0 +1,39 @@
+"""The one import of diffusers: everything else in this folder takes its names from here."""
+
+from __future__ import annotations
+
+try:
+    from diffusers import DiffusionPipeline
+    from diffusers import Flux2Transformer2DModel as DiffusersFlux2Transformer2DModel
+    from diffusers.configuration_utils import register_to_config
+    from diffusers.loaders.single_file_utils import load_single_file_checkpoint
+    from diffusers.models.transformers.transformer_flux2 import (
+        Flux2AttnProcessor,
+        Flux2KVAttnProcessor,
+        Flux2KVCache,
+        Flux2KVLayerCache,
+        Flux2KVParallelSelfAttnProcessor,
+        Flux2ParallelSelfAttnProcessor,
+        Flux2Transformer2DModelOutput,
+    )
+    from diffusers.utils import apply_lora_scale
+except ImportError as error:
+    raise ImportError(
+        "FLUX.2 runs in diffusers' pipelines, and there is no diffusers with FLUX.2 here: "
+        f"pip install 'xpu-ports[flux2]' ({error})"
+    ) from error
+
+__all__ = [
+    "DiffusersFlux2Transformer2DModel",
+    "DiffusionPipeline",
+    "Flux2AttnProcessor",
+    "Flux2KVAttnProcessor",
+    "Flux2KVCache",
+    "Flux2KVLayerCache",
+    "Flux2KVParallelSelfAttnProcessor",
+    "Flux2ParallelSelfAttnProcessor",
+    "Flux2Transformer2DModelOutput",
+    "apply_lora_scale",
+    "load_single_file_checkpoint",
+    "register_to_config",
+]
