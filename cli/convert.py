@@ -143,16 +143,24 @@ def _check_source(src: Path) -> None:
         raise _common.UserError(f"{src}: {what}{hint}")
 
 
-def _plan(source: Source, to: To | None, activations: Activations, scale_rule: ScaleRule, ignore: list[str]) -> Plan:
+def _port(source: Source) -> Any:
+    """The port's class of a checkpoint's architecture; None where there is none."""
     from xpu_ports import models
+
+    model_type = str(source.config.get("model_type"))
+    _, classes = models.PORTS.get(model_type, ("", {}))
+    named = source.config.get("architectures") or ()
+    name = next((name for name in classes.values() if name in named), None)
+    return None if name is None else getattr(importlib.import_module(f"xpu_ports.models.{model_type}"), name)
+
+
+def _plan(source: Source, to: To | None, activations: Activations, scale_rule: ScaleRule, ignore: list[str]) -> Plan:
     from xpu_ports.quant.convert.plan import ToMXFP4, plan_bf16, plan_mxfp4
 
-    # So that layers are those of the port, where there is one.
-    models.register()
     if to == To.BF16:
-        return plan_bf16(source)
+        return plan_bf16(source, _port(source))
     asked = None if activations == Activations.NONE else activations.value
-    return plan_mxfp4(source, ToMXFP4(asked, scale_rule.value, tuple(ignore)))
+    return plan_mxfp4(source, ToMXFP4(asked, scale_rule.value, tuple(ignore)), _port(source))
 
 
 def _plan_layout(source: Source, layout: Layout) -> Plan:

@@ -1,6 +1,6 @@
 """What a checkpoint's model says of its tensors: which are weights of linear layers, and which stay in fp32.
 
-The model is built on the meta device from config.json, by the class that `from_pretrained` would take.
+The model is built on the meta device from config.json, as a port's class or as transformers' own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from xpu_ports.common.weights import tied_groups
 from xpu_ports.quant.mxfp4.packing import Unit, places, units
 from xpu_ports.quant.mxfp4.scheme import LINEAR
 
-_AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
-
 
 class Kind(enum.Enum):
     """What a matrix of a checkpoint is in the model."""
@@ -43,22 +41,6 @@ class Layer:
     # The name of its module in the model, and the names of that one's class and of the class's bases.
     unit: str
     classes: tuple[str, ...] = LINEAR
-
-
-def model_class(config: PreTrainedConfig, where: Path) -> type[PreTrainedModel]:
-    """The class of a config's architecture: what is registered with transformers' Auto classes goes first.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    names = config.architectures or []
-    for auto in (getattr(transformers, name) for name in _AUTO):
-        if type(config) in auto._model_mapping:
-            found = auto._model_mapping[type(config)]
-            for cls in found if isinstance(found, tuple) else (found,):
-                if cls.__name__ in names or not names:
-                    return cls
-    return transformers_class(config, where)
 
 
 def transformers_class(config: PreTrainedConfig, where: Path) -> type[PreTrainedModel]:
@@ -90,8 +72,18 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def build(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The model, without memory for its tensors."""
+def build(folder: Path, port: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+    """The model of a checkpoint, without memory for its tensors.
+
+    Args:
+        folder: where config.json lies.
+        port: its class; transformers' own when left out.
+
+    Raises:
+        CheckpointError: transformers does not know the model.
+    """
+    config = read_config(folder)
+    cls = port or transformers_class(config, folder / CONFIG)
     with torch.device("meta"), init.no_init_weights():
         model: Any = cls._from_config(config)
     return model

@@ -83,17 +83,22 @@ class ToMXFP4:
 # --------------------------------------------------------------------------------------------------------------- mxfp4
 
 
-def plan_mxfp4(source: Source, asked: ToMXFP4) -> Plan:
+def plan_mxfp4(source: Source, asked: ToMXFP4, port: type[PreTrainedModel] | None = None) -> Plan:
     """Linear layers become MXFP4, and what is MXFP4 already is carried over bit by bit.
 
     In a source that is quantized the layers that are not stay as they are: its producer has left them out.
+
+    Args:
+        source: a checkpoint.
+        asked: how to quantize.
+        port: the model's class, whose layers these are; transformers' own when left out.
 
     Raises:
         CheckpointError: the model is not known, a width does not fit, a pattern names nothing, or the source cannot
             be loaded as what it would become.
     """
     dense = _dense(source)
-    model, layers = _layers(source, dense)
+    model, layers = _layers(source, dense, port)
     activations = _activations(source, asked.activations)
     scheme = read_scheme(quantization_config(activations, asked.ignore), "--ignore")
     steps: list[Step] = []
@@ -136,11 +141,12 @@ def _keys(source: Source) -> Iterator[str]:
             yield key
 
 
-def _layers(source: Source, dense: Mapping[str, TensorInfo]) -> tuple[PreTrainedModel | None, dict[str, models.Layer]]:
+def _layers(
+    source: Source, dense: Mapping[str, TensorInfo], port: type[PreTrainedModel] | None
+) -> tuple[PreTrainedModel | None, dict[str, models.Layer]]:
     """The model and its linear layers. A source that is quantized says itself which layers are."""
     try:
-        config = models.read_config(source.folder)
-        model = models.build(models.model_class(config, source.where), config)
+        model = models.build(source.folder, port)
     except CheckpointError as error:
         if not source.is_quantized:
             raise
@@ -286,17 +292,20 @@ def _without_quantization(source: Source) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------- bf16
 
 
-def plan_bf16(source: Source) -> Plan:
+def plan_bf16(source: Source, port: type[PreTrainedModel] | None = None) -> Plan:
     """Quantized weights and floats become bf16.
 
     fp32 tensors stay where the model's class keeps them so, and in a checkpoint of 16 bits, which has them on purpose.
+
+    Args:
+        source: a checkpoint.
+        port: the model's class; transformers' own when left out.
 
     Raises:
         CheckpointError: a tensor has no place in the target.
     """
     try:
-        config = models.read_config(source.folder)
-        kept = models.kept_in_fp32(models.build(models.model_class(config, source.where), config))
+        kept = models.kept_in_fp32(models.build(source.folder, port))
     except CheckpointError as error:
         source.warnings.append(f"{error}: fp32 tensors are told from the rest by the checkpoint's dtype alone")
         kept = re.compile(r"(?!)")

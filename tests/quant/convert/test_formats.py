@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import xpu_ports.models
 import xpu_ports.quant
 from tests.quant.convert import sources
 from tests.quant.convert.sources import load, packed_llama, random_fp8, random_mxfp4, to_bf16, to_mxfp4
 from tests.quant.producers import configure, prompt, tiny_llama, write_with_compressed_tensors
 from xpu_ports.common.checkpoint import CheckpointError
+from xpu_ports.models.kimi_linear import KimiLinearForCausalLM
 from xpu_ports.quant.convert.formats import read_source
 from xpu_ports.quant.convert.plan import ToMXFP4, plan_bf16, plan_mxfp4
 from xpu_ports.quant.mxfp4.format import quantize
@@ -435,12 +435,12 @@ def test_a_plain_checkpoint_of_an_unknown_model(tmp_path: Path) -> None:
 
 def test_a_part_of_what_a_model_joins(tmp_path: Path) -> None:
     """Kimi Linear has q, k and v in one layer, which is packed or not."""
-    xpu_ports.models.register("kimi_linear")
+    source = read_source(TINY_KIMI)
     expected = "self_attn.q_proj: expected W4A16 as|self_attn.k_proj: expected no quantization as"
     with pytest.raises(CheckpointError, match=expected):
-        plan_mxfp4(read_source(TINY_KIMI), ToMXFP4(ignore=("model.layers.1.self_attn.q_proj",)))
+        plan_mxfp4(source, ToMXFP4(ignore=("model.layers.1.self_attn.q_proj",)), KimiLinearForCausalLM)
     # Under the model's name it is the whole.
-    plan = plan_mxfp4(read_source(TINY_KIMI), ToMXFP4(ignore=("model.layers.1.self_attn.qkv_proj",)))
+    plan = plan_mxfp4(source, ToMXFP4(ignore=("model.layers.1.self_attn.qkv_proj",)), KimiLinearForCausalLM)
     dense = {f"model.layers.1.self_attn.{n}_proj" for n in "qkv"}
     assert dense <= set(plan.config["quantization_config"]["ignore"])
 
