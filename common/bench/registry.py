@@ -603,7 +603,11 @@ CASES = {
 }
 
 # Rows that have a module of their own; imported by name, so that imports keep pointing one way.
-for _module in ("xpu_ports.common.bench.diffusion", "xpu_ports.quant.mxfp4.bench"):
+for _module in (
+    "xpu_ports.common.bench.deepseek_v4",
+    "xpu_ports.common.bench.diffusion",
+    "xpu_ports.quant.mxfp4.bench",
+):
     CASES |= {case.name: case for case in importlib.import_module(_module).CASES}
 
 

@@ -33,6 +33,7 @@ from xpu_ports.common.dispatch import (
     reset_explain,
     use_backend,
 )
+from xpu_ports.common.kernels.fp8_pages import page_bytes
 
 load_ops()
 
@@ -482,6 +483,17 @@ def _kda(B: int, T: int) -> tuple:
     return q, k, torch.randn(B, T, 2, 3), -g.abs(), torch.rand(B, T, 2)
 
 
+def _compress(halves: int) -> tuple:
+    """A piece of two rows, four tokens an entry."""
+    x, bias = torch.randn(2, 6, 4 * halves), torch.randn(4, 2 * halves)
+    return x, bias, torch.randn(2, 4 * halves + 1, 4 * halves), torch.tensor([0, 5]), torch.tensor([6, 3])
+
+
+def _pages() -> Tensor:
+    """FP8 pages of two tokens each, 64 columns and 64 that are rotated."""
+    return torch.zeros(2, 3, page_bytes(128, 64, 2), dtype=torch.uint8)
+
+
 # Arguments of one call of each op, and of one with the options that change its outputs.
 def _latent() -> tuple[Tensor, Tensor]:
     """Queries and rows that its kernel takes: not fp32."""
@@ -560,8 +572,56 @@ CALLS: dict[str, Callable[[], tuple]] = {
     ),
     "decode_attention": lambda: (torch.randn(2, 4, 8), *torch.randn(2, 2, 2, 5, 8), None, 0.5),
     "decode_attention with a mask": lambda: (torch.randn(2, 4, 8), *torch.randn(2, 2, 2, 5, 8), torch.zeros(2, 5), 0.5),
+    "mhc_pre": lambda: (torch.randn(3, 4, 8), torch.randn(24, 32), torch.randn(3), torch.randn(24), 1e-6, 1e-6, 3),
+    "mhc_post": lambda: (torch.randn(3, 8), torch.randn(3, 4, 8), torch.rand(3, 4), torch.rand(3, 4, 4)),
+    "mhc_head": lambda: (torch.randn(3, 4, 8), torch.randn(4, 32), torch.randn(1), torch.randn(4), 1e-6, 1e-6),
+    "compress_csa": lambda: _compress(2),
+    "compress_hca": lambda: _compress(1),
+    "indexer_scores": lambda: (
+        *(torch.randn(2, 3, 2, 4), torch.randn(2, 3, 2), torch.randn(2, 6, 4), 5),
+        *(torch.tensor([9, 20]), 4),
+    ),
+    "indexer_scores on pages": lambda: (
+        *(torch.randn(2, 3, 2, 64), torch.randn(2, 3, 2), torch.zeros(2, 3, 136, dtype=torch.uint8), 5),
+        *(torch.tensor([9, 20]), 4),
+    ),
+    "stable_topk": lambda: (torch.randn(2, 3, 9), 4),
+    "cache_rows": lambda: (torch.randn(2, 5, 8), torch.tensor([[0, -1, 4], [1, 1, 2]]), 8, 4),
+    "cache_rows of pages": lambda: (_pages(), torch.tensor([[0, -1, 4], [1, 1, 2]]), 128, 64),
+    "rope_tail": lambda: (torch.randn(2, 3, 2, 8), *torch.randn(2, 2, 3, 2)),
+    "qnorm_rope_kv_insert": lambda: (
+        *(torch.randn(2, 3, 2, 8), torch.randn(2, 3, 8), torch.randn(8), *torch.randn(2, 2, 3, 2)),
+        *(torch.tensor([[0, 1, 2], [3, -1, -1]]), torch.randn(2, 5, 8), 1e-6),
+    ),
+    "norm_rope_insert": lambda: (
+        *(torch.randn(2, 3, 8), torch.randn(8), *torch.randn(2, 2, 3, 2)),
+        *(torch.tensor([[0, 1, 2], [3, -1, -1]]), torch.randn(2, 5, 8), 1e-6, False),
+    ),
+    "norm_rope_insert into pages": lambda: (
+        *(torch.randn(2, 3, 128), torch.randn(128), *torch.randn(2, 2, 3, 32)),
+        *(torch.tensor([[0, 1, 2], [3, -1, -1]]), _pages(), 1e-6, False),
+    ),
+    "inverse_rope_grouped_out": lambda: (torch.randn(2, 3, 4, 8), *torch.randn(2, 2, 3, 2), torch.randn(6, 16)),
+    "sparse_mla_decode": lambda: (
+        *(torch.randn(2, 3, 8), torch.randn(2, 6, 8), None, None, torch.tensor([3, 9])),
+        *(torch.randn(3), 4, 4, 2, 0.5),
+    ),
+    "sparse_mla_decode on pages": lambda: (
+        *(torch.randn(2, 3, 128), _pages(), _pages(), torch.tensor([[0, -1], [1, 2]]), torch.tensor([4, 12])),
+        *(torch.randn(3), 4, 4, 64, 0.5),
+    ),
+    "sparse_mla_prefill": lambda: (
+        *(torch.randn(2, 5, 3, 8), torch.randn(2, 8, 8), torch.randn(2, 4, 8), torch.zeros(2, 5, 2).int()),
+        *(torch.tensor([3, 9]), torch.randn(3), 4, 4, 2, 0.5),
+    ),
+    "moe_sqrtsoftplus_router": lambda: (torch.randn(5, 8), torch.randn(8), 2, 1.5),
+    "moe_hash_router": lambda: (torch.randn(3, 8), torch.randint(8, (5, 2)), torch.tensor([4, 0, 4]), 1.5),
 }
 MUTATING = {
+    "compress_csa": {"state"},
+    "compress_hca": {"state"},
+    "qnorm_rope_kv_insert": {"store"},
+    "norm_rope_insert": {"store"},
     "recurrent_kda": {"state"},
     "causal_conv1d_update": {"state"},
     "selective_state_update": {"state"},

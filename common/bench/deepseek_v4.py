@@ -1,0 +1,266 @@
+"""Benchmark rows of DeepSeek-V4's ops, at the widths of its smaller published model.
+
+Letters beside the house's: S residual streams, or slots and entries; R rank, C indexer's columns; N rotated pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from xpu_ports.common.bench.case import Args, Case, Draw, Sample, sample_index
+from xpu_ports.common.kernels.compress import compress_csa, compress_hca
+from xpu_ports.common.kernels.fp8_pages import PAGE_TOKENS, cache_rows, page_bytes
+from xpu_ports.common.kernels.indexer import indexer_scores, stable_topk
+from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_pre
+from xpu_ports.common.kernels.mla_rope import (
+    inverse_rope_grouped_out,
+    norm_rope_insert,
+    qnorm_rope_kv_insert,
+    rope_tail,
+)
+from xpu_ports.common.kernels.moe_sqrtsoftplus_router import moe_hash_router, moe_sqrtsoftplus_router
+from xpu_ports.common.kernels.sparse_mla import sparse_mla_decode, sparse_mla_prefill
+
+Size = Mapping[str, int]
+
+EPS = 1e-6
+WINDOW, ROPE, RATIO = 128, 64, 4
+
+
+def _ends(*positions: int) -> Sample:
+    """The first and the last of the arguments at these positions and of all outputs."""
+
+    def sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+        rows = sorted({0, outputs[0].shape[0] - 1})
+        picked = (sample_index(a, rows) if i in positions else a for i, a in enumerate(args))
+        return tuple(picked), [sample_index(t, rows) for t in outputs]
+
+    return sample
+
+
+def _wide(draw: Draw, *shape: int) -> Tensor:
+    return draw(*shape, dtype=torch.float32)
+
+
+def _numbers(draw: Draw, value: int, *shape: int) -> Tensor:
+    """An integer tensor of one value."""
+    return draw.uniform(value, value, *shape, dtype=torch.int64)
+
+
+def _pages(draw: Draw, B: int, S: int, K: int) -> Tensor:
+    """Full pages of finite numbers: no byte is that of an e4m3 that is none, nor the upper one of such a bf16."""
+    return draw.uniform(0, 100, B, -(-S // PAGE_TOKENS), page_bytes(K, ROPE), dtype=torch.uint8)
+
+
+# ----------------------------------------------------------------------------------------------------------- streams
+
+
+def _mhc(size: Size, draw: Draw) -> Args:
+    T, S, D = (size[letter] for letter in "TSD")
+    n = (2 + S) * S
+    return draw(T, S, D), _wide(draw, n, S * D) * (S * D) ** -0.5, _wide(draw, 3), _wide(draw, n), EPS, EPS, 20
+
+
+def _mhc_post(size: Size, draw: Draw) -> Args:
+    T, S, D = (size[letter] for letter in "TSD")
+    return draw(T, D), draw(T, S, D), _wide(draw, T, S).sigmoid(), _wide(draw, T, S, S).softmax(-1)
+
+
+def _mhc_head(size: Size, draw: Draw) -> Args:
+    T, S, D = (size[letter] for letter in "TSD")
+    return draw(T, S, D), _wide(draw, S, S * D) * (S * D) ** -0.5, _wide(draw, 1), _wide(draw, S), EPS, EPS
+
+
+# ----------------------------------------------------------------------------------------------------------- entries
+
+
+def _csa(size: Size, draw: Draw) -> Args:
+    B, T, C = (size[letter] for letter in "BTC")
+    x, bias = _wide(draw, B, T, 4 * C), _wide(draw, RATIO, 2 * C)
+    return x, bias, _wide(draw, B, 2 * RATIO + 32, 4 * C), _numbers(draw, 1023, B), _numbers(draw, T, B)
+
+
+def _hca(size: Size, draw: Draw) -> Args:
+    B, T, C = (size[letter] for letter in "BTC")
+    x, bias = _wide(draw, B, T, 2 * C), _wide(draw, 128, C)
+    return x, bias, _wide(draw, B, 128 + 32, 2 * C), _numbers(draw, 1023, B), _numbers(draw, T, B)
+
+
+def _scores(size: Size, draw: Draw) -> Args:
+    B, T, S, H, C = (size[letter] for letter in "BTSHC")
+    return draw(B, T, H, C), draw(B, T, H), draw(B, S, C), S, _numbers(draw, RATIO * S, B), RATIO
+
+
+def _topk(size: Size, draw: Draw) -> Args:
+    return _wide(draw, size["T"], size["S"]), size["A"]
+
+
+def _rows(size: Size, draw: Draw) -> Args:
+    B, S, K = (size[letter] for letter in "BSK")
+    return _pages(draw, B, S, K), draw.uniform(0, S, B, S, dtype=torch.int64), K, ROPE
+
+
+# ----------------------------------------------------------------------------------------------------- around attention
+
+
+def _angles(size: Size, draw: Draw) -> tuple[Tensor, Tensor]:
+    angles = draw.uniform(0.0, 6.28, size["B"], size["T"], size["N"], dtype=torch.float32)
+    return angles.cos(), angles.sin()
+
+
+def _slots(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device).repeat(x.shape[0], 1)
+
+
+def _insert(size: Size, draw: Draw) -> Args:
+    B, T, H, K = (size[letter] for letter in "BTHK")
+    q = draw(B, T, H, K)
+    return q, draw(B, T, K), _wide(draw, K), *_angles(size, draw), _slots(q), draw(B, T, K), EPS
+
+
+def _insert_entries(size: Size, draw: Draw) -> Args:
+    B, T, K = (size[letter] for letter in "BTK")
+    rows = _wide(draw, B, T, K)
+    return rows, _wide(draw, K), *_angles(size, draw), _slots(rows), draw(B, T, K), EPS, False
+
+
+def _tail(size: Size, draw: Draw) -> Args:
+    B, T, H, K = (size[letter] for letter in "BTHK")
+    return draw(B, T, H, K), *_angles(size, draw)
+
+
+def _out(size: Size, draw: Draw) -> Args:
+    G, R = size["G"], size["R"]
+    o, cos, sin = _tail(size, draw)
+    width = size["H"] * size["K"] // G
+    return o, cos, sin, draw(G * R, width) * width**-0.5
+
+
+def _out_flops(size: Size) -> int:
+    return 2 * size["B"] * size["T"] * size["R"] * size["H"] * size["K"]
+
+
+# --------------------------------------------------------------------------------------------------------- attention
+
+
+def _decode(size: Size, draw: Draw) -> Args:
+    B, H, K, S, A = (size[letter] for letter in "BHKSA")
+    # A places in rising order, one in each stretch of S // A entries.
+    step = S // A
+    indices = draw.uniform(0, step, B, A, dtype=torch.int64)
+    indices = (indices + step * _slots(indices)).int()
+    window, entries = _pages(draw, B, WINDOW, K), _pages(draw, B, S, K)
+    lengths, sinks = _numbers(draw, RATIO * S, B), _wide(draw, H)
+    return draw(B, H, K), window, entries, indices, lengths, sinks, WINDOW, RATIO, ROPE, K**-0.5
+
+
+def _decode_flops(size: Size) -> int:
+    return 4 * size["B"] * size["H"] * size["K"] * (WINDOW + size["A"])
+
+
+def _not_chosen(args: Args) -> int:
+    """Bytes of the pages beyond the rows that count, each with its scales."""
+    q, window, entries, indices, *_ = args
+    K = q.shape[-1]
+    row = page_bytes(K, ROPE) // PAGE_TOKENS
+    return window.numel() + entries.numel() - row * q.shape[0] * (WINDOW + indices.shape[1])
+
+
+def _prefill(size: Size, draw: Draw) -> Args:
+    B, T, H, K, S = (size[letter] for letter in "BTHKS")
+    rows, entries = draw(B, WINDOW - 1 + T, K), draw(B, S, K)
+    start, sinks = _numbers(draw, RATIO * S - T, B), _wide(draw, H)
+    return draw(B, T, H, K), rows, entries, None, start, sinks, WINDOW, RATIO, ROPE, K**-0.5
+
+
+def _prefill_flops(size: Size) -> int:
+    return 4 * size["B"] * size["T"] * size["H"] * size["K"] * (WINDOW + size["S"])
+
+
+# ------------------------------------------------------------------------------------------------------------ routers
+
+
+def _router(size: Size, draw: Draw) -> Args:
+    return _wide(draw, size["T"], size["E"]), _wide(draw, size["E"]) * 0.1, size["A"], 1.5
+
+
+def _hash(size: Size, draw: Draw) -> Args:
+    T, E, A, V = (size[letter] for letter in "TEAV")
+    table, ids = draw.uniform(0, E, V, A, dtype=torch.int64), draw.uniform(0, V, T, dtype=torch.int64)
+    return _wide(draw, T, E), table, ids, 1.5
+
+
+def _other_tokens(args: Args) -> int:
+    _, table, ids, _ = args
+    return (table.shape[0] - ids.unique().numel()) * table.shape[1] * table.element_size()
+
+
+_TOKENS = "T1-S4-D4096", "T64-S4-D4096", "T4096-S4-D4096"
+_ENTRIES = "B1-T1-C512", "B64-T1-C512", "B1-T4096-C512"
+_HEADS = "B1-T1-H64-K512-N32", "B64-T1-H64-K512-N32", "B1-T4096-H64-K512-N32"
+
+CASES = (
+    Case("mhc_pre", mhc_pre, _TOKENS, _mhc, {}, _ends(0), lambda size: 2 * size["T"] * 24 * 4 * size["D"]),
+    Case("mhc_post", mhc_post, _TOKENS, _mhc_post, {}, _ends(0, 1, 2, 3)),
+    Case("mhc_head", mhc_head, _TOKENS, _mhc_head, {}, _ends(0)),
+    Case("compress_csa", compress_csa, _ENTRIES, _csa, {}, _ends(0, 2, 3, 4)),
+    Case("compress_hca", compress_hca, ("B1-T1-C512", "B1-T4096-C512", "B64-T1-C512"), _hca, {}, _ends(0, 2, 3, 4)),
+    Case(
+        "indexer_scores",
+        indexer_scores,
+        ("B1-T1-S16384-H64-C128", "B1-T1024-S16384-H64-C128", "B64-T1-S4096-H64-C128"),
+        _scores,
+        {},
+        _ends(0, 1, 2, 4),
+        lambda size: 2 * size["B"] * size["T"] * size["S"] * size["H"] * size["C"],
+        compiles=False,
+    ),
+    Case("stable_topk", stable_topk, ("T1-S16384-A512", "T64-S16384-A512", "T1024-S16384-A512"), _topk, {}, _ends(0)),
+    Case("cache_rows", cache_rows, ("B1-S127-K512", "B64-S127-K512"), _rows, {}, _ends(0, 1)),
+    Case("qnorm_rope_kv_insert", qnorm_rope_kv_insert, _HEADS, _insert, {}, _ends(0, 1, 3, 4, 5, 6), compiles=False),
+    Case(
+        "norm_rope_insert",
+        norm_rope_insert,
+        ("B1-T1-K512-N32", "B64-T1-K512-N32", "B1-T1024-K512-N32"),
+        _insert_entries,
+        {},
+        _ends(0, 2, 3, 4, 5),
+        compiles=False,
+    ),
+    Case("rope_tail", rope_tail, tuple(s.replace("K512", "K128") for s in _HEADS), _tail, {}, _ends(0, 1, 2)),
+    Case(
+        "inverse_rope_grouped_out",
+        inverse_rope_grouped_out,
+        tuple(f"{size}-G8-R1024" for size in _HEADS),
+        _out,
+        {},
+        _ends(0, 1, 2),
+        _out_flops,
+    ),
+    Case(
+        "sparse_mla_decode",
+        sparse_mla_decode,
+        ("B1-H64-K512-S4096-A512", "B64-H64-K512-S4096-A512"),
+        _decode,
+        {},
+        _ends(0, 1, 2, 3, 4),
+        _decode_flops,
+        _not_chosen,
+    ),
+    Case(
+        "sparse_mla_prefill",
+        sparse_mla_prefill,
+        ("B1-T256-H64-K512-S512", "B1-T1024-H64-K512-S512"),
+        _prefill,
+        {},
+        _ends(0, 1, 2, 4),
+        _prefill_flops,
+    ),
+    Case("moe_sqrtsoftplus_router", moe_sqrtsoftplus_router, tuple(f"T{T}-E256-A6" for T in (1, 32, 4096)), _router,
+         {}, _ends(0)),
+    Case("moe_hash_router", moe_hash_router, tuple(f"T{T}-E256-A6-V129280" for T in (1, 32, 4096)), _hash, {},
+         _ends(0, 2), unread=_other_tokens),
+)  # fmt: skip
