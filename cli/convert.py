@@ -177,7 +177,7 @@ def _plan_layout(source: Source, layout: Layout) -> Plan:
             rules = getattr(importlib.import_module(name), "hf_rules", None)
     if rules is None:
         known = model_type in models.PORTS
-        why = "it has one layout only" if known else "there is no port of it"
+        why = "its port has one layout only" if known else "there is no port of it"
         raise _common.UserError(f"{source.where}: --layout {layout} of model_type {model_type!r}: {why}")
     config = model.read_config(source.folder)
     # transformers' own class: its names are what "hf" means.

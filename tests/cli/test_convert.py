@@ -138,7 +138,9 @@ def test_a_target_that_is_not_empty(mistake, tmp_path: Path) -> None:
 
 
 def test_a_model_with_one_layout(mistake, tmp_path: Path, tiny_copy: Path) -> None:
-    assert "model_type 'zamba2': it has one layout only" in mistake("convert", ZAMBA2, tmp_path / "z", "--layout", "hf")
+    assert "model_type 'zamba2': its port has one layout only" in mistake(
+        "convert", ZAMBA2, tmp_path / "z", "--layout", "hf"
+    )
     config = json.loads((tiny_copy / "config.json").read_text())
     (tiny_copy / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v9"}))
     line = mistake("convert", tiny_copy, tmp_path / "z", "--layout", "official")
