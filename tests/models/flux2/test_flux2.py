@@ -153,6 +153,17 @@ def test_gradients_equal_diffusers() -> None:
             assert relative(p.grad, expected[name]) <= 10 * NEAR, name
 
 
+@torch.no_grad()
+def test_compiles_whole() -> None:
+    """Without a break in the graph, the steps in place included; also block by block."""
+    ours, _ = pair(num_layers=1, num_single_layers=1)
+    given = call(ours)
+    expected = ours(**given).sample
+    assert torch.equal(torch.compile(ours, backend="aot_eager", fullgraph=True)(**given).sample, expected)
+    ours.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    assert torch.equal(ours(**given).sample, expected)
+
+
 # ---------------------------------------------------------------------------------------------------- fused everywhere
 
 
