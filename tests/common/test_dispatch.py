@@ -570,6 +570,14 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "recurrent_kda in slots": lambda: (
         *(torch.randn(3, 2, 4, 3), *_kda(2, 3), 0.5, True, None, torch.tensor([2, -1])),
     ),
+    "ada_layer_norm": lambda: (torch.randn(2, 3, 8), torch.randn(2, 1, 8), torch.randn(1, 1, 8)),
+    "gated_residual": lambda: (torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 1, 8)),
+    "gated_residual with a limit": lambda: (*torch.randn(2, 2, 3, 8), torch.randn(1, 1, 8), 0.5),
+    "concat_swiglu": lambda: (torch.randn(2, 3, 4), torch.randn(2, 3, 12)),
+    "qk_norm_rope": lambda: (
+        *(torch.randn(2, 3, 4, 64), torch.randn(2, 3, 2, 64), [torch.randn(64)], [torch.randn(64)]),
+        torch.randn(3, 32),
+    ),
     "decode_attention": lambda: (torch.randn(2, 4, 8), *torch.randn(2, 2, 2, 5, 8), None, 0.5),
     "decode_attention with a mask": lambda: (torch.randn(2, 4, 8), *torch.randn(2, 2, 2, 5, 8), torch.zeros(2, 5), 0.5),
     "mhc_pre": lambda: (torch.randn(3, 4, 8), torch.randn(24, 32), torch.randn(3), torch.randn(24), 1e-6, 1e-6, 3),
@@ -618,6 +626,7 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "moe_hash_router": lambda: (torch.randn(3, 8), torch.randint(8, (5, 2)), torch.tensor([4, 0, 4]), 1.5),
 }
 MUTATING = {
+    "qk_norm_rope": {"q", "k"},
     "compress_csa": {"state"},
     "compress_hca": {"state"},
     "qnorm_rope_kv_insert": {"store"},
@@ -669,7 +678,7 @@ def test_an_xpu_chooses_triton(call: str) -> None:
 
 def _outputs(function: Callable[..., Any], arguments: Iterable[Any]) -> list[Tensor]:
     outputs = function(*(a.clone() if isinstance(a, Tensor) else a for a in arguments))
-    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs or ())
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -699,7 +708,7 @@ def test_compiled_equals_eager(call: str) -> None:
     copies = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
     expected = op.reference(*copies)
     got = torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager")(*arguments)
-    for a, b in zip(*([t] if isinstance(t, Tensor) else t for t in (got, expected)), strict=True):
+    for a, b in zip(*([t] if isinstance(t, Tensor) else t or () for t in (got, expected)), strict=True):
         assert torch.equal(a, b)
     for name, a, b in zip(op.signature.parameters, arguments, copies, strict=False):
         assert not isinstance(a, Tensor) or torch.equal(a, b), f"{name} after the call"

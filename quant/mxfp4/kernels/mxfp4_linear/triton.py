@@ -79,13 +79,15 @@ def _decode_and_multiply(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor 
     workspace = torch.empty((step, K), dtype=x.dtype, device=x.device)
     bias = None if bias is None else bias.to(x.dtype)
     for start in range(0, N, step):
-        some = slice(start, min(start + step, N))
-        weight = workspace[: some.stop - start]
-        tiles.decode(packed[some], scale[some], weight)
-        part = y.view(-1, N)[:, some]
+        # Not by indexing, which tensors without data on a device that is not here do not take.
+        n = min(step, N - start)
+        weight = workspace.narrow(0, 0, n)
+        tiles.decode(packed.narrow(0, start, n), scale.narrow(0, start, n), weight)
+        part = y.view(-1, N).narrow(1, start, n)
+        some = None if bias is None else bias.narrow(0, start, n)
         if x.dtype != y.dtype:
-            part.copy_(F.linear(x, weight, None if bias is None else bias[some]))
-        elif bias is None:
+            part.copy_(F.linear(x, weight, some))
+        elif some is None:
             torch.mm(x, weight.t(), out=part)
         else:
-            torch.addmm(bias[some], x, weight.t(), out=part)
+            torch.addmm(some, x, weight.t(), out=part)
