@@ -6,6 +6,10 @@ import importlib
 
 # Model type -> (its config's name, Auto class -> our class). Looked up by name, so that nothing is imported early.
 PORTS = {
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        {"AutoModel": "DeepseekV4Model", "AutoModelForCausalLM": "DeepseekV4ForCausalLM"},
+    ),
     "kimi_linear": (
         "KimiLinearConfig",
         {"AutoModel": "KimiLinearModel", "AutoModelForCausalLM": "KimiLinearForCausalLM"},
