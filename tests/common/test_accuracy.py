@@ -43,6 +43,13 @@ def test_the_budget_is_as_stated(dtype: torch.dtype, off: float, factor: float) 
 
 
 @DTYPES
+def test_rounded_operands_have_the_share_twice(dtype: torch.dtype) -> None:
+    out, reference, exact = triple(dtype)
+    once, twice = (measure(out, reference, exact, rounds_operands=rounds).allowed for rounds in (False, True))
+    assert twice - once == pytest.approx(TOLERANCE[dtype] * exact.abs().max().item())
+
+
+@DTYPES
 def test_one_wrong_element(dtype: torch.dtype) -> None:
     out, reference, exact = triple(dtype)
     out[5, 6] += 8 * TOLERANCE[dtype] * exact.abs().max() + torch.finfo(dtype).eps * 8
