@@ -46,6 +46,12 @@ from xpu_ports.common.modules import RMSNorm, project, project_adapted
 from xpu_ports.common.sequence import mask_of_tokens
 from xpu_ports.models.deepseek_v4.caching import DeepseekV4Cache, DeepseekV4CacheLayer
 from xpu_ports.models.deepseek_v4.configuration_checks import DEEPSEEK_V4_CHECKS
+from xpu_ports.models.deepseek_v4.published import (
+    dense_config,
+    dense_weights,
+    generation_config,
+    published_folder,
+)
 from xpu_ports.models.deepseek_v4.rope import Rotation
 from xpu_ports.models.deepseek_v4.weight_rules import weight_rules
 from xpu_ports.quant.loading import PackedLoading
@@ -412,14 +418,29 @@ class DeepseekV4PreTrainedModel(PackedLoading, PreTrainedModel):
         self._weight_rules = weight_rules(config)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, cache_dtype: str | None = None, **kwargs: Any) -> Any:
-        """`StrictLoading.from_pretrained`; cache_dtype is what caches hold if nothing else is said (`DeepseekV4Cache`).
+    def from_pretrained(
+        cls, path: Any, *args: Any, config: Any = None, cache_dtype: str | None = None, **kwargs: Any
+    ) -> Any:
+        """`StrictLoading.from_pretrained`; published FP8 and FP4 weights become dense (`published.py`).
+
+        Args:
+            path, args, config, kwargs: as there.
+            cache_dtype: what caches hold if nothing else is said (`DeepseekV4Cache`).
 
         Raises:
             ValueError: there is no such cache_dtype.
+            CheckpointError: as there.
         """
-        loaded = super().from_pretrained(*args, **kwargs)
+        folder = published_folder(path, kwargs)
+        if folder is None:
+            loaded = super().from_pretrained(path, *args, config=config, **kwargs)
+        else:
+            config = dense_config(cls, folder, config, kwargs)
+            loaded = super().from_pretrained(None, *args, config=config, state_dict=dense_weights(folder), **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if folder is not None:
+            model.config.name_or_path = model.name_or_path = str(path)
+            model.generation_config = generation_config(folder) or model.generation_config
         if cache_dtype is not None:
             DeepseekV4Cache(model.config, cache_dtype)
             model.config.cache_dtype = cache_dtype
