@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 .PHONY: help demo test lint typecheck wheel xpu-check xpu-test clean
 
 help:
-	@echo "make demo       set up .venv, then text from the tiny Zamba2 checkpoint"
+	@echo "make demo       set up .venv, then text from tiny Zamba2 and a picture from tiny FLUX.2, demo.png"
 	@echo "make test       set up .venv, then lint and the whole test suite"
 	@echo "make xpu-check  compile every kernel for Intel GPUs and run it on this CPU (Linux, apt)"
 	@echo "make xpu-test   on a machine with an Intel GPU: the op tests on the GPU, with a report to send"
@@ -30,7 +30,7 @@ $(VENV)/.core: pyproject.toml setup.py
 	    || $(PIP) install "torch==$(CPU_TORCH)" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
 	    || $(PIP) install "torch==$(CPU_TORCH)"; fi; }
 	@echo "installing xpu-ports"
-	@$(PIP) install -e .
+	@$(PIP) install -e '.[flux2]'
 	@touch $@
 
 # PyTorch for XPU and CUDA bring a Triton; the development one is installed only where there is none.
@@ -44,6 +44,8 @@ $(VENV)/.dev: $(VENV)/.core
 demo: $(VENV)/.core
 	@$(VENV)/bin/xpu-ports generate checkpoints/tiny-zamba2 "And God said unto Moses," \
 	    --max-new-tokens 120 --explain
+	@$(VENV)/bin/xpu-ports image checkpoints/tiny-flux2 "a red three" --out demo.png \
+	    --height 64 --width 64 --text-tokens 32 --steps 20 --guidance 2 --explain
 
 # A thread a process: the tests' tensors are small.
 test: $(VENV)/.dev lint
@@ -67,4 +69,4 @@ wheel: $(VENV)/.core
 	@$(PIP) wheel --no-deps -w dist .
 
 clean:
-	rm -rf .venv .venv-xpu .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-xpu .typing build dist demo.png *.egg-info .pytest_cache .ruff_cache .mypy_cache

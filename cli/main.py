@@ -20,6 +20,7 @@ from xpu_ports.cli.convert import convert
 from xpu_ports.cli.doctor import doctor
 from xpu_ports.cli.explain import explain
 from xpu_ports.cli.generate import generate
+from xpu_ports.cli.image import image
 from xpu_ports.cli.tune import tune
 from xpu_ports.cli.warmup import warmup
 
@@ -32,7 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, explain, warmup, tune, convert, doctor):
+for command in (generate, image, explain, warmup, tune, convert, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -17,6 +17,7 @@ try:
         Flux2Transformer2DModelOutput,
     )
     from diffusers.utils import apply_lora_scale
+    from diffusers.utils.logging import disable_progress_bar
 except ImportError as error:
     raise ImportError(
         "FLUX.2 runs in diffusers' pipelines, and there is no diffusers with FLUX.2 here: "
@@ -34,6 +35,7 @@ __all__ = [
     "Flux2ParallelSelfAttnProcessor",
     "Flux2Transformer2DModelOutput",
     "apply_lora_scale",
+    "disable_progress_bar",
     "load_single_file_checkpoint",
     "register_to_config",
 ]
