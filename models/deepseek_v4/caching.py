@@ -7,6 +7,7 @@ lowering it. Rows of a batch may have different numbers of tokens, as those behi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -191,6 +192,7 @@ class DeepseekV4Cache(Cache):
         config: the model's.
         cache_dtype: "fp8" for FP8 pages in the layout that serving engines have, "bf16" or "auto" for rows in the
             model's dtype. What config.cache_dtype says when left out, else "auto".
+        kinds: of layers, where they are not the config's.
 
     Raises:
         ValueError: there is no such cache_dtype.
@@ -198,13 +200,19 @@ class DeepseekV4Cache(Cache):
 
     layers: Any
 
-    def __init__(self, config: Any, cache_dtype: str | None = None) -> None:
+    def __init__(self, config: Any, cache_dtype: str | None = None, kinds: Sequence[str] | None = None) -> None:
         cache_dtype = cache_dtype or getattr(config, "cache_dtype", "auto")
         if cache_dtype not in CACHE_DTYPES:
             raise ValueError(f"cache_dtype is {cache_dtype!r}, not one of {', '.join(CACHE_DTYPES)}")
         self.lengths = Lengths()
         fp8 = cache_dtype == "fp8"
-        super().__init__(layers=[DeepseekV4CacheLayer(config, kind, self.lengths, fp8) for kind in config.layer_types])
+        kinds = config.layer_types if kinds is None else kinds
+        super().__init__(layers=[DeepseekV4CacheLayer(config, kind, self.lengths, fp8) for kind in kinds])
+
+    @classmethod
+    def of_mtp(cls, config: Any, cache_dtype: str | None = None) -> DeepseekV4Cache:
+        """The cache of a layer that guesses further, which attends to a window alone."""
+        return cls(config, cache_dtype, ["sliding_attention"])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens.

@@ -63,6 +63,12 @@ def _pages(config: Any) -> Fault | None:
     return None
 
 
+def _mtp(config: Any) -> Fault | None:
+    if getattr(config, "mtp", False) and config.num_nextn_predict_layers < 1:
+        return Fault("mtp", "false: there are num_nextn_predict_layers = 0 of its layers", "True")
+    return None
+
+
 def _default_layers(config: Any) -> str | None:
     n = config.num_hidden_layers
     default = [ATTENTION[2]] * min(n, 2) + [ATTENTION[1 if i % 2 else 2] for i in range(max(n - 2, 0))]
@@ -86,6 +92,7 @@ DEEPSEEK_V4_CHECKS = ConfigChecks(
                 *("o_lora_rank", "index_n_heads", "index_head_dim", "index_topk", "hc_mult", "hc_sinkhorn_iters"),
             )
         },
+        "num_nextn_predict_layers": integer(0),
         # All heads share one key.
         "num_key_value_heads": one_of(1),
         "n_shared_experts": one_of(1),
@@ -104,7 +111,7 @@ DEEPSEEK_V4_CHECKS = ConfigChecks(
         "layer_types": list_of(*ATTENTION, or_none=True),
         "mlp_layer_types": list_of("hash_moe", "moe", or_none=True),
     },
-    across=(_layers, _rates, _rotary, _groups, _experts, _pages),
+    across=(_layers, _rates, _rotary, _groups, _experts, _pages, _mtp),
     legacy={
         "topk_method": Legacy("of the published code", only="noaux_tc"),
         "compress_ratios": Legacy("tokens of an entry of each layer, which layer_types is made of"),
@@ -113,6 +120,6 @@ DEEPSEEK_V4_CHECKS = ConfigChecks(
         "num_hash_layers": Legacy("how many first layers choose experts by token, which mlp_layer_types is made of"),
         "expert_dtype": Legacy("how files of published checkpoints hold the experts"),
     },
-    switches={"cache_dtype": one_of(*CACHE_DTYPES)},
+    switches={"cache_dtype": one_of(*CACHE_DTYPES), "mtp": one_of(True, False)},
     notes=(_default_layers,),
 )

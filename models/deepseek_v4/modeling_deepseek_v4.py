@@ -47,8 +47,9 @@ from xpu_ports.common.sequence import mask_of_tokens
 from xpu_ports.models.deepseek_v4.caching import DeepseekV4Cache, DeepseekV4CacheLayer
 from xpu_ports.models.deepseek_v4.configuration_checks import DEEPSEEK_V4_CHECKS
 from xpu_ports.models.deepseek_v4.published import (
-    dense_config,
+    checkpoint_config,
     dense_weights,
+    drop_quantization,
     generation_config,
     published_folder,
 )
@@ -395,6 +396,29 @@ class DeepseekV4DecoderLayer(GradientCheckpointingLayer):
         return mhc_post(self.mlp(self.post_attention_layernorm(y), step.ids), x, post, comb)
 
 
+class DeepseekV4MTPLayer(DeepseekV4DecoderLayer):
+    """A layer that guesses the token after the next (report, section 2.1; arXiv:2412.19437, section 2.2).
+
+    Its streams are those behind the last layer, before they are made one, with the next token's embedding added.
+    """
+
+    def __init__(self, config: DeepseekV4Config) -> None:
+        super().__init__(config, SLIDING, "moe")
+        D = config.hidden_size
+        self.enorm = RMSNorm(D, eps=config.rms_norm_eps)
+        self.hnorm = RMSNorm(D, eps=config.rms_norm_eps)
+        self.e_proj = nn.Linear(D, D, bias=False)
+        self.h_proj = nn.Linear(D, D, bias=False)
+        self.norm = RMSNorm(D, eps=config.rms_norm_eps)
+        self.hc_head = DeepseekV4HyperHead(config)
+
+    def guess(self, e: Tensor, x: Tensor, step: Step, layer: DeepseekV4CacheLayer) -> tuple[Tensor, Tensor]:
+        """(what the head takes [B, T, D], streams [B, T, S, D]) of embeddings e [B, T, D] and streams x."""
+        e = project(self.e_proj, self.enorm(e))
+        x = self(e[:, :, None] + project(self.h_proj, self.hnorm(x)), step, layer)
+        return self.norm(self.hc_head(x)), x
+
+
 class DeepseekV4PreTrainedModel(PackedLoading, PreTrainedModel):
     config: DeepseekV4Config
     _config_checks = DEEPSEEK_V4_CHECKS
@@ -406,7 +430,7 @@ class DeepseekV4PreTrainedModel(PackedLoading, PreTrainedModel):
     _can_record_outputs = {
         "router_logits": [OutputRecorder(cls, index=0) for cls in (DeepseekV4HashRouter, DeepseekV4TopKRouter)]
     }
-    # The layer that guesses the token after the next, which there is no class of yet.
+    # Layers that guess further, where they are not asked for.
     _keys_to_ignore_on_load_unexpected = [r"^mtp\."]
     _keep_in_fp32_modules_strict = [
         *("attn_hc", "ffn_hc", "hc_head", "sinks", "position_bias", "e_score_correction_bias"),
@@ -418,32 +442,45 @@ class DeepseekV4PreTrainedModel(PackedLoading, PreTrainedModel):
         self._weight_rules = weight_rules(config)
 
     @classmethod
-    def from_pretrained(
-        cls, path: Any, *args: Any, config: Any = None, cache_dtype: str | None = None, **kwargs: Any
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: Any,
+        *model_args: Any,
+        config: Any = None,
+        cache_dtype: str | None = None,
+        mtp: bool | None = None,
+        **kwargs: Any,
     ) -> Any:
         """`StrictLoading.from_pretrained`; published FP8 and FP4 weights become dense (`published.py`).
 
         Args:
-            path, args, config, kwargs: as there.
+            pretrained_model_name_or_path, model_args, config, kwargs: as there.
             cache_dtype: what caches hold if nothing else is said (`DeepseekV4Cache`).
+            mtp: load the layers that guess further too, which the files must then have.
 
         Raises:
             ValueError: there is no such cache_dtype.
             CheckpointError: as there.
         """
+        path = pretrained_model_name_or_path
+        switches = {k: v for k, v in (("cache_dtype", cache_dtype), ("mtp", mtp)) if v is not None}
         folder = published_folder(path, kwargs)
-        if folder is None:
-            loaded = super().from_pretrained(path, *args, config=config, **kwargs)
-        else:
-            config = dense_config(cls, folder, config, kwargs)
-            loaded = super().from_pretrained(None, *args, config=config, state_dict=dense_weights(folder), **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if folder is None and not switches:
+            return super().from_pretrained(path, *model_args, config=config, **kwargs)
         if folder is not None:
-            model.config.name_or_path = model.name_or_path = str(path)
-            model.generation_config = generation_config(folder) or model.generation_config
-        if cache_dtype is not None:
-            DeepseekV4Cache(model.config, cache_dtype)
-            model.config.cache_dtype = cache_dtype
+            # It is in the folder's name.
+            kwargs.pop("subfolder", None)
+        config = checkpoint_config(cls, path if folder is None else folder, config, kwargs)
+        for name, value in switches.items():
+            setattr(config, name, value)
+        DeepseekV4Cache(config)
+        if folder is None:
+            return super().from_pretrained(path, *model_args, config=config, **kwargs)
+        drop_quantization(config)
+        loaded = super().from_pretrained(None, *model_args, config=config, state_dict=dense_weights(folder), **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.config.name_or_path = model.name_or_path = str(path)
+        model.generation_config = generation_config(folder) or model.generation_config
         return loaded
 
     @torch.no_grad()
@@ -600,7 +637,32 @@ class DeepseekV4ForCausalLM(DeepseekV4PreTrainedModel, CapturedGeneration, Gener
         self.model = DeepseekV4Model(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if getattr(config, "mtp", False):
+            self.mtp = nn.ModuleList([DeepseekV4MTPLayer(config) for _ in range(config.num_nextn_predict_layers)])
+            self._keys_to_ignore_on_load_unexpected = []
         self.post_init()
+
+    def guess(
+        self, input_ids: Tensor, streams: Tensor, cache: DeepseekV4Cache | None = None, layer: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of the token after the next, by a layer of `from_pretrained(..., mtp=True)`.
+
+        Args:
+            input_ids: [B, T], the token that follows each position.
+            streams: [B, T, S, D], of these positions: the last `hidden_states` of `forward`, or what this gave.
+            cache: `DeepseekV4Cache.of_mtp` with the positions before; None for a sequence from its start.
+            layer: which of the layers.
+
+        Returns:
+            (logits [B, T, V], streams [B, T, S, D]).
+        """
+        e = self.model.embed_tokens(input_ids)
+        cache = DeepseekV4Cache.of_mtp(self.config) if cache is None else cache
+        step = self.model.prepare(input_ids, e, None, cache)
+        mtp: Any = self.mtp[layer]
+        h, streams = mtp.guess(e, streams, step, cache.layers[0])
+        cache.lengths.advance(step.count, e.shape[1], None)
+        return project(self.lm_head, h), streams
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")

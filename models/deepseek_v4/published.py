@@ -31,21 +31,23 @@ _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revisi
 class DenseOnDemand(torch.Tensor):
     """The numbers of a tensor in files: `t[...]` reads them; until then there are shape and dtype alone."""
 
-    values: Values
+    numbers: Values
 
     @staticmethod
-    def __new__(cls: type, values: Values, dtype: torch.dtype) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype)  # type: ignore[attr-defined]
-        made.values = values
+    def __new__(cls: type, numbers: Values, dtype: torch.dtype) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=dtype)  # type: ignore[attr-defined]
+        made.numbers = numbers
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise TypeError(f"{func} on a tensor that is not read yet")
 
     def __getitem__(self, item: Any) -> Tensor:
         assert item is Ellipsis
-        return self.values.rows(0, self.values.count).to(self.dtype).view(self.values.shape)
+        return self.numbers.rows(0, self.numbers.count).to(self.dtype).view(self.numbers.shape)
 
 
 def dense_weights(folder: str | os.PathLike) -> dict[str, Tensor]:
@@ -82,28 +84,34 @@ def published_folder(path: Any, kwargs: Mapping[str, Any]) -> str | None:
     return os.path.join(folder, subfolder)
 
 
-def dense_config(model_class: type[StrictLoading], folder: str, config: Any, kwargs: dict[str, Any]) -> Any:
-    """The config of a published checkpoint without what it says of quantization.
+def checkpoint_config(model_class: type[StrictLoading], path: Any, config: Any, kwargs: dict[str, Any]) -> Any:
+    """The config of a checkpoint, to be changed before a model is made of it.
 
     Args:
         model_class: the model.
-        folder: where its config.json lies.
+        path: where its config.json lies, or a name on the Hub.
         config: what the caller gives instead, or None.
         kwargs: its arguments; those that are the config's are taken out.
 
     Raises:
         CheckpointError: the model cannot run it.
     """
-    if not isinstance(config, PreTrainedConfig):
-        config_class: Any = model_class.config_class
-        names = known_keys(config_class) - {"dtype", "torch_dtype"}
-        overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
-        config = load_config(config_class, config or folder, model_class._config_checks, overrides)
-    config = deepcopy(config)
+    if isinstance(config, PreTrainedConfig):
+        return deepcopy(config)
+    config_class: Any = model_class.config_class
+    names = known_keys(config_class) - {"dtype", "torch_dtype"}
+    overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
+    download = {name: kwargs[name] for name in (*_DOWNLOAD, "subfolder") if kwargs.get(name) is not None}
+    loaded = load_config(config_class, config or path, model_class._config_checks, overrides, **download)
+    loaded.name_or_path = str(path)
+    return loaded
+
+
+def drop_quantization(config: Any) -> None:
+    """Take out what a config says of how files hold weights."""
     for name in ("quantization_config", "expert_dtype"):
         if hasattr(config, name):
             delattr(config, name)
-    return config
 
 
 def generation_config(folder: str) -> GenerationConfig | None:

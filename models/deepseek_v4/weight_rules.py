@@ -38,11 +38,12 @@ LAYER = {
     "ffn.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
     "ffn.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
 }
+HEAD = {f"hc_head_{a}": f"hc_head.hc_{a}" for a in ("fn", "base", "scale")}
 TOP = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
-    **{f"hc_head_{a}": f"model.hc_head.hc_{a}" for a in ("fn", "base", "scale")},
+    **{name: f"model.{ours}" for name, ours in HEAD.items()},
 }
 
 
@@ -50,6 +51,7 @@ def weight_rules(config: DeepseekV4Config) -> tuple[Rule, ...]:
     """The rules of all layers: names alone, so that they are the same for every config."""
     renames = [Rename(name, ours) for name, ours in TOP.items()]
     renames += [Rename(f"layers.{{i}}.{name}", f"model.layers.{{i}}.{ours}") for name, ours in LAYER.items()]
+    renames += [Rename(f"mtp.{{i}}.{name}", f"mtp.{{i}}.{ours}") for name, ours in (LAYER | HEAD).items()]
     theirs = {**LAYER, "attn.norm.weight": LAYER["attn.kv_norm.weight"]}
     renames += [
         Rename(f"model.layers.{{i}}.{name}", f"model.layers.{{i}}.{ours}", saved=False) for name, ours in theirs.items()
@@ -58,8 +60,8 @@ def weight_rules(config: DeepseekV4Config) -> tuple[Rule, ...]:
     prefixed = [(rule.file, rule.model) for rule in renames if rule.saved and rule.model.startswith("model.")]
     renames += [Rename(name, ours.removeprefix("model.")) for name, ours in prefixed]
     rules: list[Rule] = [*renames]
-    for base in ("model.", ""):
-        mlp, attention = f"{base}layers.{{i}}.mlp.", f"{base}layers.{{i}}.self_attn."
+    for layers in ("model.layers.", "layers.", "mtp."):
+        mlp, attention = f"{layers}{{i}}.mlp.", f"{layers}{{i}}.self_attn."
         w1, w2, w3 = (f"{mlp}experts.{{e}}.{name}.weight" for name in ("w1", "w2", "w3"))
         shared = tuple(f"{mlp}shared_experts.{name}_proj.weight" for name in ("gate", "up"))
         rules += [
