@@ -22,6 +22,7 @@ from xpu_ports.common import dispatch
 from xpu_ports.common.dispatch import use_backend
 from xpu_ports.common.tritonlib import INTERPRETED
 from xpu_ports.models.flux2 import Flux2Transformer2DModel, modeling_flux2
+from xpu_ports.models.flux2.layouts import LAYOUTS
 
 # In fp32: sums in another order.
 NEAR = 1e-5
@@ -233,6 +234,13 @@ def test_no_site_falls_back_at_the_released_sizes(
         assert model(**given).sample.shape == (1, 16, config["in_channels"])
     assert {backend for _, backend, _ in chosen} == {"triton"}, chosen
     assert [name for name, *_ in chosen].count("qk_norm_rope") == 2
+
+
+@pytest.mark.parametrize(("layout", "billions"), {"dev": 32.22, "klein-4b": 3.876, "klein-9b": 9.079}.items())
+def test_released_sizes(layout: str, billions: float) -> None:
+    with torch.device("meta"):
+        model = Flux2Transformer2DModel(**LAYOUTS[layout])
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=5e-4)
 
 
 # --------------------------------------------------------------------------------------------------------------- masks
