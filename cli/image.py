@@ -195,7 +195,7 @@ def load(checkpoint: str, setup: _common.Setup, device: Any, offload: bool) -> A
     if offload and device.type == "cpu":
         raise _common.UserError("--offload moves parts to a device and back, and there is only the CPU")
     dtype = torch.bfloat16 if setup.dtype == _common.Dtype.AUTO else getattr(torch, setup.dtype.value)
-    pipe = load_pipeline(str(Path(checkpoint).expanduser()), dtype=dtype)
+    pipe: Any = load_pipeline(str(Path(checkpoint).expanduser()), dtype=dtype)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty(), unit="step")
     if offload:
         pipe.enable_model_cpu_offload(device=device)

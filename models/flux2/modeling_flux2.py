@@ -229,10 +229,8 @@ class Flux2Attention(_NormedAttention):
         q, k, v = (
             torch.cat([added(text), own(x)], dim=1).unflatten(-1, (-1, self.head_dim)) for added, own in projections
         )
-        q_weights, k_weights = (
-            [self.norm_added_q.weight, self.norm_q.weight],
-            [self.norm_added_k.weight, self.norm_k.weight],
-        )
+        q_weights: list[Tensor] = [self.norm_added_q.weight, self.norm_q.weight]
+        k_weights: list[Tensor] = [self.norm_added_k.weight, self.norm_k.weight]
         q, k = self.norm_rope(q, k, q_weights, k_weights, context)
         text, x = attention(q, k, v, context, kept).split([text.shape[1], x.shape[1]], dim=1)
         return self.to_out[0](x), self.to_add_out(text)
@@ -434,7 +432,7 @@ class Flux2Transformer2DModel(StrictFlux2Loading, DiffusersFlux2Transformer2DMod
             self.pos_embed(txt_ids, img_ids),
             L,
             self.round_norm,
-            _mask(joint_attention_kwargs, kept),
+            _mask(joint_attention_kwargs, kept, (hidden_states.shape[0], L + hidden_states.shape[1])),
             kv_cache_mode,
             references,
         )
@@ -466,7 +464,7 @@ class Flux2Transformer2DModel(StrictFlux2Loading, DiffusersFlux2Transformer2DMod
 
     def _run(self, block: nn.Module, *args: Any) -> Any:
         if torch.is_grad_enabled() and self.gradient_checkpointing:
-            return self._gradient_checkpointing_func(block, *args)
+            return self._gradient_checkpointing_func(block, *args)  # type: ignore[attr-defined]
         return block(*args)
 
     def _kept(self, cache: Flux2KVCache | None, mode: str | None, references: int) -> Flux2KVCache | None:
@@ -499,15 +497,15 @@ class Flux2Transformer2DModel(StrictFlux2Loading, DiffusersFlux2Transformer2DMod
 Flux2Transformer2DModel.__module__ = "diffusers"
 
 
-def _mask(kwargs: dict[str, Any] | None, kept: Flux2KVCache | None) -> Tensor | None:
-    """The mask among the keyword arguments of attention; what else there is would have no effect."""
+def _mask(kwargs: dict[str, Any] | None, kept: Flux2KVCache | None, keys: tuple[int, int]) -> Tensor | None:
+    """The mask among the keyword arguments of attention, [B, T] spread; what else there is would have no effect."""
     rest = dict(kwargs or {})
     mask = rest.pop("attention_mask", None)
     if rest:
         raise ValueError(f"joint_attention_kwargs: nothing here takes {', '.join(rest)}")
     if mask is not None and kept is not None:
         raise ValueError("attention_mask together with kept reference pictures is not supported")
-    return mask[:, None, None] if mask is not None and mask.dim() == 2 else mask
+    return mask[:, None, None] if mask is not None and mask.shape == keys else mask
 
 
 def _at(ours: Tensor, theirs: Tensor, start: int, count: int, tokens: int) -> Tensor:

@@ -267,6 +267,16 @@ def test_masks_are_applied(shape: str) -> None:
     assert relative(again, got) <= NEAR
 
 
+@torch.no_grad()
+def test_a_mask_of_pairs() -> None:
+    """[T, T], which no row of the batch has for its own."""
+    ours, theirs = pair()
+    given = call(theirs)
+    kwargs = {"attention_mask": torch.eye(14, dtype=torch.bool) | (torch.rand(14, 14) < 0.5)}
+    got, expected = (model(**given, joint_attention_kwargs=kwargs).sample for model in (ours, theirs))
+    assert relative(got, expected) <= NEAR
+
+
 WRONG = {
     "unknown": (dict(joint_attention_kwargs={"ip_hidden_states": 1}), "nothing here takes ip_hidden_states"),
     "mode": (dict(kv_cache_mode="read"), "'read'"),
