@@ -260,8 +260,9 @@ def _store_block(
     tl.store(M_ptr + at, operand(X * beta[None, :], DOT))
 
 
+# One code for all lengths and widths: it is long, and none of it depends on them.
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["T", "sequences", "stride_b_b", "stride_b_t", "stride_b_h"])
 def _solve_kernel(
     A_ptr,
     beta_ptr,
@@ -273,7 +274,6 @@ def _solve_kernel(
     stride_b_t,
     stride_b_h,
     H: tl.constexpr,
-    K: tl.constexpr,
     VARLEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -387,7 +387,7 @@ def chunks(call: Call, products: Products, prepare: Options, scores: Options, so
     )
     _solve_kernel[(call.slots * H,)](
         *(A, call.beta, call.bounds(), made.M, T, call.sequences, *call.beta.stride()),
-        **shared,
+        **{name: value for name, value in shared.items() if name != "K"},
         PRECISION=products.solve,
         BLOCK=_BLOCK,
         **solve.launch(device),

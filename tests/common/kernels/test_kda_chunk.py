@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -16,8 +17,10 @@ from xpu_ports.common import accuracy
 from xpu_ports.common.device import ARCHITECTURES, use_architecture
 from xpu_ports.common.dispatch import BackendError, use_backend
 from xpu_ports.common.kernels.kda import chunk_kda, kda_gate, parts, recurrent_kda
-from xpu_ports.common.kernels.kda.parts import LARGEST_HEAD
+from xpu_ports.common.kernels.kda import triton as module
+from xpu_ports.common.kernels.kda.parts import LARGEST_HEAD, Options
 from xpu_ports.common.kernels.kda.triton import MOST_SEQUENCES
+from xpu_ports.common.kernels.kda.walk import Walk
 
 pytestmark = pytest.mark.op("chunk_kda")
 
@@ -109,6 +112,14 @@ def test_plans_for_packed_sequences(run: Runner, name: str) -> None:
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     with plans_of(name, run):
         run(**measured_as(run, given | dict(initial_state=torch.randn(3, 1, 16, 16))), cu_seqlens=bounds)
+
+
+def test_walk(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk on every device: no plan for an Intel GPU has it, and their compiler is to take it all the same."""
+    plan = module.plan(torch.bfloat16, 16, ARCHITECTURES["max"])
+    walk = dataclasses.replace(plan, rest=Walk(Options(2, v=16)))
+    monkeypatch.setattr(module, "plan", lambda dtype, K, device: walk)
+    run(**measured_as(run, strong(dict(B=1, T=70, H=1, K=16, V=8), torch.bfloat16)))
 
 
 def test_from_zeros(run: Runner) -> None:
