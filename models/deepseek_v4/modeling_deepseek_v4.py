@@ -38,11 +38,11 @@ from xpu_ports.common.kernels.mla_rope import (
     qnorm_rope_kv_insert,
     rope_tail,
 )
-from xpu_ports.common.kernels.moe_experts import moe_experts
+from xpu_ports.common.kernels.moe_experts import activate, moe_experts
 from xpu_ports.common.kernels.moe_router import moe_router_logits
 from xpu_ports.common.kernels.moe_sqrtsoftplus_router import moe_hash_router, moe_sqrtsoftplus_router
 from xpu_ports.common.kernels.sparse_mla import sparse_mla_decode, sparse_mla_prefill
-from xpu_ports.common.modules import RMSNorm, project, project_adapted
+from xpu_ports.common.modules import RMSNorm, is_plain, project, project_adapted
 from xpu_ports.common.sequence import mask_of_tokens
 from xpu_ports.models.deepseek_v4.caching import DeepseekV4Cache, DeepseekV4CacheLayer
 from xpu_ports.models.deepseek_v4.configuration_checks import DEEPSEEK_V4_CHECKS
@@ -94,6 +94,14 @@ class Step:
     entries: dict[str, Entries]
 
 
+class DeepseekV4Projection(nn.Module):
+    """The weight of a projection that an op does with more to it: no `nn.Linear`, which would be packed or adapted."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, columns))
+
+
 class DeepseekV4Compressor(nn.Module):
     """Windows of r tokens made one row (report, sections 2.3.1 and 2.3.2)."""
 
@@ -103,7 +111,7 @@ class DeepseekV4Compressor(nn.Module):
         self.compress = compress_csa if kind == SPARSE else compress_hca
         # Of the window itself, and in sparse layers of the next one as well.
         columns = (2 if kind == SPARSE else 1) * width
-        self.kv_gate_proj = nn.Linear(config.hidden_size, 2 * columns, bias=False)
+        self.kv_gate_proj = DeepseekV4Projection(config.hidden_size, 2 * columns)
         self.position_bias = nn.Parameter(torch.zeros(self.ratio, columns, dtype=torch.float32))
         self.kv_norm = RMSNorm(width, eps=config.rms_norm_eps)
 
@@ -214,7 +222,7 @@ class DeepseekV4Attention(nn.Module):
         self.q_b_proj = nn.Linear(R, self.H * self.K, bias=False)
         self.kv_proj = nn.Linear(D, self.K, bias=False)
         self.kv_norm = RMSNorm(self.K, eps=config.rms_norm_eps)
-        self.o_a_proj = nn.Linear(self.H * self.K // config.o_groups, out, bias=False)
+        self.o_a_proj = DeepseekV4Projection(self.H * self.K // config.o_groups, out)
         self.o_b_proj = nn.Linear(out, D, bias=False)
         self.sinks = nn.Parameter(torch.zeros(self.H, dtype=torch.float32))
         self.compressor = None if kind == SLIDING else DeepseekV4SelfCompressor(config, kind)
@@ -269,13 +277,17 @@ class DeepseekV4Attention(nn.Module):
 
 
 class DeepseekV4MLP(nn.Module):
-    """The shared expert's weights; it runs with the routed ones."""
+    """The shared expert."""
 
     def __init__(self, config: DeepseekV4Config) -> None:
         super().__init__()
         D, F = config.hidden_size, config.moe_intermediate_size
+        self.limit = config.swiglu_limit
         self.gate_up_proj = nn.Linear(D, 2 * F, bias=False)
         self.down_proj = nn.Linear(F, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return project(self.down_proj, activate(project(self.gate_up_proj, x), self.limit))
 
 
 class DeepseekV4Experts(nn.Module):
@@ -288,9 +300,9 @@ class DeepseekV4Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.zeros(E, 2 * F, D))
         self.down_proj = nn.Parameter(torch.zeros(E, D, F))
 
-    def forward(self, x: Tensor, indices: Tensor, weights: Tensor, shared: DeepseekV4MLP) -> Tensor:
-        """The experts' sum for x [N, D], with that of the shared one, all with clamped activations."""
-        gate_up, down = shared.gate_up_proj.weight, shared.down_proj.weight
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor, shared: DeepseekV4MLP | None = None) -> Tensor:
+        """The experts' sum for x [N, D], with that of a shared one whose weights are read here, where there is one."""
+        gate_up, down = (None, None) if shared is None else (shared.gate_up_proj.weight, shared.down_proj.weight)
         return moe_experts(x, self.gate_up_proj, self.down_proj, indices, weights, self.limit, gate_up, down)
 
 
@@ -341,7 +353,11 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         """[B, T, D] of x [B, T, D] and ids [B, T]."""
         tokens = x.flatten(0, 1)  # [N, D]
         _, weights, indices = self.gate(tokens, None if ids is None else ids.flatten())
-        return self.experts(tokens, indices, weights, self.shared_experts).view_as(x)
+        shared = self.shared_experts
+        hooks = shared._forward_hooks or shared._forward_pre_hooks
+        if type(self.experts) is DeepseekV4Experts and not hooks and all(is_plain(m) for m in shared.children()):
+            return self.experts(tokens, indices, weights, shared).view_as(x)
+        return self.experts(tokens, indices, weights).view_as(x) + shared(x)
 
 
 class DeepseekV4HyperConnection(nn.Module):
@@ -490,7 +506,7 @@ class DeepseekV4PreTrainedModel(PackedLoading, PreTrainedModel):
         if isinstance(module, DeepseekV4Experts):
             init.normal_(module.gate_up_proj, mean=0.0, std=std)
             init.normal_(module.down_proj, mean=0.0, std=std)
-        elif isinstance(module, (DeepseekV4TopKRouter, DeepseekV4HashRouter)):
+        elif isinstance(module, (DeepseekV4TopKRouter, DeepseekV4HashRouter, DeepseekV4Projection)):
             init.normal_(module.weight, mean=0.0, std=std)
             for buffer in module.buffers():
                 init.zeros_(buffer)

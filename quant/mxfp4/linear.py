@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from xpu_ports.common.kernels.gated_mlp import gated_activation
+from xpu_ports.common.kernels.moe_experts import activate
 from xpu_ports.quant.mxfp4.format import BLOCK, dequantize, quantize
 from xpu_ports.quant.mxfp4.kernels.mxfp4_grouped_linear import mxfp4_grouped_linear
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import mxfp4_linear, mxfp4_linear_a4
@@ -104,6 +105,7 @@ class MXFP4Experts(nn.Module):
         width: int,
         activations: str | None = None,
         device: torch.device | str | None = None,
+        limit: float | None = None,
     ) -> None:
         """Make the experts, their weights zero.
 
@@ -113,6 +115,7 @@ class MXFP4Experts(nn.Module):
             width: F, each expert's, a multiple of 32.
             activations: None for W4A16, "mxfp4" for W4A4.
             device: where.
+            limit: bounds before the activation, as `moe_experts` takes them; None for none.
 
         Raises:
             ValueError: a width or activations is none of these.
@@ -120,13 +123,18 @@ class MXFP4Experts(nn.Module):
         super().__init__()
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations is {activations!r}, expected None or 'mxfp4'")
-        self.activations = activations
+        self.activations, self.limit = activations, limit
         self.gate_up_proj_packed, self.gate_up_proj_scale = _empty((experts, 2 * width, hidden_size), device)
         self.down_proj_packed, self.down_proj_scale = _empty((experts, hidden_size, width), device)
 
     @classmethod
     def from_weights(
-        cls, gate_up: Tensor, down: Tensor, activations: str | None = None, scale_rule: str = "even"
+        cls,
+        gate_up: Tensor,
+        down: Tensor,
+        activations: str | None = None,
+        scale_rule: str = "even",
+        limit: float | None = None,
     ) -> MXFP4Experts:
         """Quantize experts.
 
@@ -135,9 +143,10 @@ class MXFP4Experts(nn.Module):
             down: [E, D, F].
             activations: as in the constructor.
             scale_rule: how a block's scale is chosen, see `format.quantize`.
+            limit: as in the constructor.
         """
         E, D, F = down.shape
-        experts = cls(E, D, F, activations, "meta")
+        experts = cls(E, D, F, activations, "meta", limit)
         experts.gate_up_proj_packed, experts.gate_up_proj_scale = map(_frozen, quantize(gate_up.detach(), scale_rule))
         experts.down_proj_packed, experts.down_proj_scale = map(_frozen, quantize(down.detach(), scale_rule))
         return experts
@@ -154,7 +163,8 @@ class MXFP4Experts(nn.Module):
             [N, D] in x's dtype.
         """
         gate_up = self._input(x), self.gate_up_proj_packed, self.gate_up_proj_scale
-        h = gated_activation(mxfp4_grouped_linear(*gate_up, indices), None, "silu")  # [N, A, F]
+        h = mxfp4_grouped_linear(*gate_up, indices)  # [N, A, 2 F]
+        h = gated_activation(h, None, "silu") if self.limit is None else activate(h, self.limit)  # [N, A, F]
         down = self._input(h).flatten(0, 1), self.down_proj_packed, self.down_proj_scale
         y = mxfp4_grouped_linear(*down, indices.flatten()).unflatten(0, indices.shape)  # [N, A, D]
         wide = torch.promote_types(x.dtype, torch.float32)

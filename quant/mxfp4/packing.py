@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
 
 from xpu_ports.common.checkpoint import CheckpointError, TensorInfo, describe
-from xpu_ports.common.conversion import Fuse, Rule, Split, pattern, weight_transforms
+from xpu_ports.common.conversion import Fuse, Rename, Rule, Split, pattern, weight_transforms
 from xpu_ports.common.weights import tied_groups
 from xpu_ports.quant.mxfp4.format import BLOCK
 from xpu_ports.quant.mxfp4.linear import EXPERTS, MXFP4Experts, MXFP4Linear
@@ -75,6 +75,8 @@ def packed_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
             if isinstance(rule, Fuse) and all(part.endswith(".weight") for part in rule.file):
                 parts = tuple(part + suffix for part in rule.file)
                 more.append(_Bytes(parts, rule.model + suffix, rule.dim, rule.shares, rule.stack))
+            elif isinstance(rule, Rename) and rule.file.endswith(".weight") and rule.model.endswith(".weight"):
+                more.append(replace(rule, file=rule.file + suffix, model=rule.model + suffix))
             elif isinstance(rule, Split) and rule.file.endswith(".weight"):
                 more.append(replace(rule, file=rule.file + suffix, model=tuple(m + suffix for m in rule.model)))
     return (*rules, *more)
@@ -117,7 +119,8 @@ def _empty(old: Any, group: Group) -> nn.Module:
         sizes = old.in_features, old.out_features, old.bias is not None
         return MXFP4Linear(*sizes, group.activations, old.weight.device, dtype).train(old.training)
     E, D, F = old.down_proj.shape
-    return MXFP4Experts(E, D, F, group.activations, old.down_proj.device).train(old.training)
+    limit = getattr(old, "limit", None)
+    return MXFP4Experts(E, D, F, group.activations, old.down_proj.device, limit).train(old.training)
 
 
 def move_ties(model: PreTrainedModel, suffixes: Sequence[str]) -> None:

@@ -100,7 +100,8 @@ def _packed(made: dict[int, MXFP4Linear], scale_rule: str, old: nn.Module, group
     """A module packed; layers that share their weight share its bytes, which `made` remembers."""
     if not isinstance(old, nn.Linear):
         gate_up, down = (getattr(old, name) for name in EXPERTS)
-        return MXFP4Experts.from_weights(gate_up, down, group.activations, scale_rule).train(old.training)
+        limit = getattr(old, "limit", None)
+        return MXFP4Experts.from_weights(gate_up, down, group.activations, scale_rule, limit).train(old.training)
     first = made.get(id(old.weight))
     if first is None:
         return made.setdefault(id(old.weight), MXFP4Linear.from_linear(old, group.activations, scale_rule))
