@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 bash xpu_offline/setup.sh
+# Counted before: nproc gives OMP_NUM_THREADS where that is set.
+processes=${XPU_CHECK_PROCESSES:-$(env -u OMP_NUM_THREADS nproc)}
 export python=$PWD/.venv-xpu/bin/python OMP_NUM_THREADS=1
 export seen=$PWD/.venv-xpu/observations
 rm -rf "$seen"
@@ -37,7 +39,7 @@ export -f run
     for folder in tests/common/kernels tests/quant; do
         [ ! -d "$folder" ] || find "$folder" -name "test_*.py" | sort
     done
-} | xargs -P "${XPU_CHECK_PROCESSES:-$(nproc)}" -I{} bash -c 'run "$@"' run {} "$@" || failed=1
+} | xargs -P "$processes" -I{} bash -c 'run "$@"' run {} "$@" || failed=1
 "$python" -m xpu_offline.report "$seen"/*.json --markdown docs/xpu_conformance.md --json docs/xpu_conformance.json \
     || failed=1
 [ ! -e "$seen/failed" ] || { cat "$seen/failed" && failed=1; }
