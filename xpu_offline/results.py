@@ -18,8 +18,8 @@ from xpu_offline import native
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _DISTRIBUTIONS = ("torch", "triton-xpu", "intel-opencl-rt", "pyopencl", "pytest")
-# Read by the tests or the harness without being imported.
-_ALSO = ("pyproject.toml", "xpu_offline/allowances.toml")
+# Read without being imported.
+_ALSO = ("pyproject.toml",)
 
 
 def versions() -> list[str]:

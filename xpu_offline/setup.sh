@@ -19,8 +19,10 @@ packages=()
 for pair in "${debian[@]}"; do
     command -v "${pair%%:*}" >/dev/null || packages+=("${pair##*:}")
 done
+# Not through a pipe: grep ends at the first match, and ldconfig's broken pipe would count as a failure.
+loadable=$(ldconfig -p 2>/dev/null || true)
 for pair in "${libraries[@]}"; do
-    ldconfig -p 2>/dev/null | grep -q "${pair%%:*}\.so" || packages+=("${pair##*:}")
+    [[ $loadable == *"${pair%%:*}.so"* ]] || packages+=("${pair##*:}")
 done
 [ -e /usr/include/level_zero/ze_api.h ] || [[ " ${packages[*]-} " == *" libze-dev "* ]] || packages+=(libze-dev)
 if [ ${#packages[@]} -gt 0 ]; then
