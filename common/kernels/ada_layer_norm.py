@@ -7,14 +7,17 @@ Source: Peebles and Xie, "Scalable Diffusion Models with Transformers" (arXiv:22
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from xpu_ports.common.device import architecture
+from xpu_ports.common.device import Architecture, architecture
 from xpu_ports.common.dispatch import op
+from xpu_ports.common.kernels.rms_norm import LARGEST_ROW, RowTile, row_candidates
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tuning import tunable
 
-LARGEST_ROW = 16384
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -111,16 +114,26 @@ def _ada_layer_norm_kernel(
     tl.store(y_ptr + row[:, None] * D + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+def _candidates(arch: Architecture, D: int) -> Iterator[RowTile]:
+    # Scale and shift are read after the sums: with x they count for two.
+    return row_candidates(arch, D, 2)
+
+
+@tunable("ada_layer_norm", _candidates)
+def tile(arch: Architecture, D: int) -> RowTile:
+    """8 elements a lane of each of the three, which is 16 bytes in 16 bits; half of it where registers are few."""
+    block_d = next_power_of_2(D)
+    block_m = max(1, min(16, 1024 // block_d))
+    return RowTile(block_m, block_d, max(1, min(32, block_m * block_d // (128 if arch.name == "arc-a" else 256))))
+
+
 @ada_layer_norm.implement("triton", "xpu", "cuda", refuses=_refuses)
 def ada_layer_norm_triton(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
     B, T, D = x.shape
     y = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    block_d = next_power_of_2(D)
-    block_m = max(1, min(16, 1024 // block_d))
-    # 8 elements a lane of each of the three, which is 16 bytes in 16 bits; half of it where registers are few.
-    warps = max(1, min(32, block_m * block_d // (128 if architecture(x.device).name == "arc-a" else 256)))
+    block_m, block_d, warps = tile(architecture(x.device), D)
     with on_device_of(x):
         _ada_layer_norm_kernel[(cdiv(B * T, block_m),)](
             x,

@@ -8,13 +8,17 @@ Sources: Henry et al., "Query-Key Normalization for Transformers" (arXiv:2010.04
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from xpu_ports.common.device import architecture
+from xpu_ports.common.device import Architecture, architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.rounding import rounded
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
+from xpu_ports.common.tuning import tunable
 
 HEAD_DIMS = (64, 128, 256)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -147,7 +151,9 @@ def _norm_rope_interleaved(
     offs_d = tl.arange(0, D)
     x = tl.load(x_ptrs + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-    y *= tl.load(weight_ptr + offs_d).to(tl.float32)[None, :]
+    # As wide as x, so that each lane loads the weights of its own elements; of one row they are passed between warps.
+    offs_w = tl.zeros((BLOCK_H, 1), tl.int32) + offs_d[None, :]
+    y *= tl.load(weight_ptr + offs_w).to(tl.float32)
     if ROUND:
         y = rounded(y, x_ptrs).to(tl.float32)
     offs_r = tl.arange(0, D // 2)
@@ -264,6 +270,29 @@ def _qk_norm_rope_kernel(
         _norm_rope_halves(x_ptrs, mask, weight_ptr, cos_ptr, eps, D, R, ROUND, BLOCK_R, BLOCK_REST)
 
 
+class HeadTile(NamedTuple):
+    """Heads of a token that a program takes, and its warps."""
+
+    block_h: int
+    warps: int
+
+
+def _candidates(arch: Architecture, heads: int, D: int) -> Iterator[HeadTile]:
+    """4 to 32 elements a lane on NVIDIA, to what the rule takes on Intel."""
+    most = {"nvidia": 32, "arc-a": 4}.get(arch.name, 8)
+    for block_h in (1, 2, 4, 8, 16, 32):
+        for warps in (1, 2, 4, 8):
+            if block_h <= next_power_of_2(heads) and 4 <= block_h * D // (32 * warps) <= most:
+                yield HeadTile(block_h, warps)
+
+
+@tunable("qk_norm_rope", _candidates)
+def tile(arch: Architecture, heads: int, D: int) -> HeadTile:
+    """1024 elements, 16 bytes a lane in 16 bits; more lanes where registers are few. `heads`: of q or k, the more."""
+    block_h = min(1024 // D, next_power_of_2(heads))
+    return HeadTile(block_h, max(1, block_h * D // (128 if arch.name == "arc-a" else 256)))
+
+
 @qk_norm_rope.implement("triton", "xpu", "cuda", refuses=_refuses)
 def qk_norm_rope_triton(
     q: Tensor,
@@ -282,9 +311,7 @@ def qk_norm_rope_triton(
     if B * T * (HQ + HK) == 0:
         return
     stride_p_b, stride_p_t = (0, 0) if positions is None else (0, *positions.stride())[-2:]
-    # 1024 elements, 16 bytes a lane in 16 bits; more lanes where registers are few.
-    block_h = min(1024 // D, next_power_of_2(max(HQ, HK)))
-    warps = max(1, block_h * D // (128 if architecture(q.device).name == "arc-a" else 256))
+    block_h, warps = tile(architecture(q.device), max(HQ, HK), D)
     with on_device_of(q):
         _qk_norm_rope_kernel[(B * T, cdiv(HQ, block_h) + cdiv(HK, block_h))](
             q,

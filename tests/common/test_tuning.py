@@ -276,6 +276,8 @@ def test_a_launch_takes_the_tile_of_the_table(monkeypatch: pytest.MonkeyPatch, t
 LOOKED_AT: dict[str, Callable[[], Iterator[tuple]]] = {
     "rms_norm": lambda: itertools.product((1, 100, 4096, 16384), (False, True), (False, True)),
     "gated_rms_norm": lambda: itertools.product((1, 128, 3584, 16384), (False, True)),
+    "qk_norm_rope": lambda: itertools.product((1, 3, 24, 48), (64, 128, 256)),
+    "ada_layer_norm": lambda: itertools.product((1, 100, 3072, 6144, 16384)),
     "decode_attention": lambda: itertools.product(
         (torch.float32, torch.bfloat16), (1, 3, 8), (1, 64, 160, 256), (64, 256)
     ),
