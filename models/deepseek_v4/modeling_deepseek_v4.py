@@ -11,6 +11,7 @@ experts of a token, F MLP width, r tokens of a compressed entry, C indexer's hea
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ from xpu_ports.models.deepseek_v4.published import (
     published_folder,
 )
 from xpu_ports.models.deepseek_v4.rope import Rotation
+from xpu_ports.models.deepseek_v4.speculation import check_speculation, speculate
 from xpu_ports.models.deepseek_v4.weight_rules import weight_rules
 from xpu_ports.quant.loading import PackedLoading
 
@@ -719,6 +721,25 @@ class DeepseekV4ForCausalLM(DeepseekV4PreTrainedModel, CapturedGeneration, Gener
             hidden_states=outputs.hidden_states,
             router_logits=outputs.router_logits,
         )
+
+    def generate(self, *args: Any, draft: str | None = None, num_draft_tokens: int = 1, **kwargs: Any) -> Any:
+        """transformers' `generate`, with guesses that are checked many at a time where they are asked for.
+
+        Args:
+            args, kwargs: as there; with guesses one sequence without padding, greedy or sampled.
+            draft: "mtp" for the layer of `from_pretrained(..., mtp=True)`; None for none.
+            num_draft_tokens: guesses at a time. `draft_acceptance` then tells how many of them were right.
+
+        Raises:
+            ValueError: the model has no such layer, or the call is one that guesses are not made for.
+        """
+        if draft is None:
+            return super().generate(*args, **kwargs)
+        check_speculation(draft, num_draft_tokens, self)
+        # transformers does not hand its own on to a loop that is not its own.
+        streamer = kwargs.pop("streamer", None)
+        loop = functools.partial(speculate, num_draft_tokens=num_draft_tokens, streamer=streamer)
+        return super().generate(*args, custom_generate=loop, **kwargs)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
