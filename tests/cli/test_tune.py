@@ -73,7 +73,9 @@ def test_a_dry_run_finds_what_a_model_calls(cli: Callable, named: list[str]) -> 
     listed = json.loads(outcome.out)
     assert listed["architecture"] == "xe2"
     kernels = {job["kernel"] for job in listed["jobs"]}
-    assert {"skinny_linear", "mamba2_decode_step", "mamba2_decode_linear", "gated_rms_norm", "rms_norm"} <= kernels
+    assert {"skinny_linear", "mamba2_decode_step", "gated_rms_norm", "rms_norm"} <= kernels
+    # As narrow as the checkpoint's layers are, it has one tile alone on Intel GPUs.
+    assert ("mamba2_decode_linear" in kernels) == ("--layout" in named)
     assert all(job["tiles"] > 1 and job["on"] for job in listed["jobs"])
     assert all("itemsize=4" in job["sizes"] for job in listed["jobs"] if "itemsize" in job["sizes"])
 
