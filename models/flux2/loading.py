@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from xpu_ports.common.checkpoint import CheckpointError
@@ -78,6 +79,23 @@ def from_single_file_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             tensor = tensor.roll(tensor.shape[0] // 2, 0) if rule is SWAPPED else tensor
             named[pattern(rule.model).fill(fields)] = tensor
+    return named
+
+
+def single_file_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under Black Forest Labs' names, from those of a whole model under diffusers'."""
+    named: dict[str, Tensor] = {}
+    for rule in RULES:
+        parts = rule.model if isinstance(rule, Split) else (rule.model,)
+        for key, tensor in tensors.items():
+            fields = pattern(parts[0]).match(key)
+            if fields is None:
+                continue
+            if isinstance(rule, Split):
+                tensor = rule.reverse().join([[tensors[pattern(part).fill(fields)]] for part in parts])
+            elif rule is SWAPPED:
+                tensor = tensor.roll(tensor.shape[0] // 2, 0)
+            named[pattern(rule.file).fill(fields)] = tensor
     return named
 
 
@@ -187,3 +205,8 @@ class StrictFlux2Loading:
                 raise CheckpointError(name, key, f"shape {list(expected[key].shape)}", f"{list(tensor.shape)}")
         model.load_state_dict(tensors, assign=True)
         return model.to(device=device, dtype=dtype or torch_dtype).eval()
+
+    def save_single_file(self, path: str | os.PathLike) -> None:
+        """Write one file with Black Forest Labs' names, which `from_single_file` reads, and so do others."""
+        tensors = single_file_names(self.state_dict())  # type: ignore[attr-defined]
+        save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, path, {"format": "pt"})

@@ -95,6 +95,16 @@ def test_single_file(tmp_path: Path, changed: dict, prefix: str) -> None:
     torch.testing.assert_close(ours(**given).sample, theirs(**given).sample, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("guidance", [True, False], ids=["dev", "klein"])
+def test_saved_single_file(tmp_path: Path, guidance: bool) -> None:
+    ours, theirs = pair(**RELEASED | dict(guidance_embeds=guidance))
+    ours.save_single_file(tmp_path / "flux2.safetensors")
+    saved, expected = load_file(tmp_path / "flux2.safetensors"), published(theirs)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+    assert_same(Flux2Transformer2DModel.from_single_file(str(tmp_path / "flux2.safetensors")), theirs)
+
+
 def test_single_file_options(tmp_path: Path) -> None:
     """From a config of its own, in another dtype, from tensors, or with diffusers' names."""
     _, theirs = pair()
