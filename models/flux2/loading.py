@@ -195,7 +195,10 @@ class StrictFlux2Loading:
         name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "tensors"
         tensors = given if isinstance(given, Mapping) else load_single_file_checkpoint(name, **files)
         tensors = from_single_file_names(tensors)
-        wanted = config_of(tensors, name) if config is None else cls.load_config(config, subfolder=subfolder)  # type: ignore[attr-defined]
+        if config is None:
+            wanted = config_of(tensors, name)
+        else:
+            wanted = cls.load_config(config, subfolder=subfolder)  # type: ignore[attr-defined]
         with torch.device("meta"):
             model = cls.from_config(wanted)  # type: ignore[attr-defined]
         expected = model.state_dict()
