@@ -26,6 +26,8 @@ class Lengths:
 
     def __init__(self) -> None:
         self.columns = 0
+        # The most columns there have been: what the rings wrote over is that far behind.
+        self.written = 0
         # [B], int64, on the model's device: it is never waited for.
         self.tokens: Tensor | None = None
         # [B, up to ROLLBACK], whether each of the last columns counted; None where all did.
@@ -43,20 +45,22 @@ class Lengths:
                 new = before.new_ones(before.shape[0], columns)
             self.counted = torch.cat([before, new.bool()], dim=1)[:, -ROLLBACK:]
         self.columns += columns
+        self.written = max(self.written, self.columns)
 
     def crop(self, columns: int) -> None:
         """Take back the last columns.
 
         Raises:
-            ValueError: more than ROLLBACK and not all, or more than there are.
+            ValueError: more than ROLLBACK before the most columns that there were, and not all, or more than there are.
         """
         if columns == self.columns:
             self.reset()
             return
-        if columns > min(ROLLBACK, self.columns):
-            raise ValueError(
-                f"crop takes back at most {ROLLBACK} tokens, or all; {columns} of {self.columns} asked for"
-            )
+        back = self.written - self.columns + columns
+        if back > ROLLBACK or columns > self.columns:
+            said = f"{columns} of {self.columns}"
+            said += f", {back} before the last that were there," if back > columns else ""
+            raise ValueError(f"crop takes back at most {ROLLBACK} tokens, or all; {said} asked for")
         if columns == 0:
             return
         assert self.tokens is not None
@@ -75,7 +79,7 @@ class Lengths:
             self.counted = self.counted.index_select(0, rows.to(self.counted.device))
 
     def reset(self) -> None:
-        self.columns, self.counted = 0, None
+        self.columns, self.written, self.counted = 0, 0, None
         if self.tokens is not None:
             self.tokens = torch.zeros_like(self.tokens)
 

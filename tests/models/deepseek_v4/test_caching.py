@@ -91,6 +91,32 @@ def test_crop_of_all_and_of_too_many(model):
     assert_goes_on(model, cache, logits_after(model, cache, 30))
 
 
+def test_crop_again(model):
+    """What the rings wrote over does not come back: steps back add up, until other tokens are where they went to."""
+    ids = tokens(1, 90)
+    cache = DeepseekV4Cache(model.config)
+    logits(model, ids, cache)
+    cache.crop(-20)
+    with pytest.raises(ValueError, match="20 of 70, 40 before the last that were there"):
+        cache.crop(-20)
+    cache.crop(-12)
+    ids = torch.cat([ids[:, :58], tokens(1, 33)], dim=1)
+    logits(model, ids[:, 58:], cache)
+    cache.crop(-ROLLBACK)
+    assert_goes_on(model, cache, ids[:, :59])
+
+
+def test_what_compressors_keep_is_wide():
+    """Their inputs and averages are fp32 in a model in bf16, as in training; rows of attention are not."""
+    model = DeepseekV4ForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.bfloat16).eval()
+    cache = DeepseekV4Cache(model.config)
+    logits(model, tokens(1, 20), cache)
+    for name, t in parts(cache).items():
+        assert t.dtype == (torch.float32 if "state" in name else torch.bfloat16), name
+    state = cache.layers[2].state
+    assert (state != state.bfloat16()).any()
+
+
 def logits_after(model, cache: DeepseekV4Cache, N: int) -> Tensor:
     ids = tokens(1, N)
     logits(model, ids, cache)
