@@ -195,12 +195,10 @@ class StrictFlux2Loading:
         name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "tensors"
         tensors = given if isinstance(given, Mapping) else load_single_file_checkpoint(name, **files)
         tensors = from_single_file_names(tensors)
-        if config is None:
-            wanted = config_of(tensors, name)
-        else:
-            wanted = cls.load_config(config, subfolder=subfolder)  # type: ignore[attr-defined]
+        own: Any = cls
+        wanted = config_of(tensors, name) if config is None else own.load_config(config, subfolder=subfolder)
         with torch.device("meta"):
-            model = cls.from_config(wanted)  # type: ignore[attr-defined]
+            model = own.from_config(wanted)
         expected = model.state_dict()
         check_keys([k for k in expected if k not in tensors], [k for k in tensors if k not in expected], name)
         for key, tensor in tensors.items():

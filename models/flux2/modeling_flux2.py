@@ -51,30 +51,57 @@ PROCESSORS = (
 )
 
 
+@dataclass(frozen=True)
+class _Table:
+    """A table of angles and the positions that it is of: their values, and which tensors had them at which version."""
+
+    values: list[Tensor]
+    tensors: list[weakref.ref]
+    versions: list[int]
+    table: Tensor
+
+    def is_of(self, ids: list[Tensor]) -> bool:
+        return self.versions == _versions(ids) and all(r() is t for r, t in zip(self.tensors, ids, strict=True))
+
+    def equals(self, ids: list[Tensor]) -> bool:
+        return all(
+            a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+            for a, b in zip(self.values, ids, strict=True)
+        )
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """How often each was written; inference mode does not count it, and pipelines do not write positions there."""
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
 class Flux2PosEmbed(nn.Module):
     """Angles of the four axes of a position side by side, axis i with axes_dim[i] / 2 frequencies theta^(-2j / dim)."""
 
     def __init__(self, theta: int, axes_dim: tuple[int, ...]) -> None:
         super().__init__()
         self.theta, self.axes_dim = theta, tuple(axes_dim)
-        self._kept: list[tuple[tuple, Tensor]] = []
+        self._kept: list[_Table] = []
 
     def forward(self, txt_ids: Tensor, img_ids: Tensor) -> Tensor:
         """The table that `qk_norm_rope` takes, for positions [L, 4] and [S, 4], or the first of [B, L, 4], [B, S, 4].
 
         Returns:
-            [T, K] fp32: cosines beside sines, text first. Kept for as long as the positions are the same tensors, which
-            they are from step to step of a pipeline.
+            [T, K] fp32: cosines beside sines, text first. Kept for equal positions. The same tensors, which pipelines
+            pass from step to step, are known without a look at them; others are compared, which waits for the device.
         """
         if torch.compiler.is_compiling():
             return self._table(txt_ids, img_ids)
-        versions = tuple(0 if ids.is_inference() else ids._version for ids in (txt_ids, img_ids))
-        for (txt, img, *seen), table in self._kept:
-            if txt() is txt_ids and img() is img_ids and (*seen,) == versions:
-                return table
-        table = self._table(txt_ids, img_ids)
+        ids = [txt_ids, img_ids]
+        for kept in self._kept:
+            if kept.is_of(ids):
+                return kept.table
+        table = next((kept.table for kept in self._kept if kept.equals(ids)), None)
+        if table is None:
+            table = self._table(txt_ids, img_ids)
         # Two for guidance; the others for a pipeline that alternates between two prompts.
-        self._kept = [((weakref.ref(txt_ids), weakref.ref(img_ids), *versions), table), *self._kept[:3]]
+        new = _Table([t.clone() for t in ids], [weakref.ref(t) for t in ids], _versions(ids), table)
+        self._kept = [new, *self._kept[:3]]
         return table
 
     def _table(self, txt_ids: Tensor, img_ids: Tensor) -> Tensor:

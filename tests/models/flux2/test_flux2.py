@@ -364,15 +364,23 @@ def test_table_equals_diffusers() -> None:
     assert torch.equal(table, torch.cat([cos[:, ::2], sin[:, ::2]], dim=-1))
 
 
-def test_table_is_kept_while_the_positions_are() -> None:
+def test_table_is_kept_while_the_positions_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensors are not looked at again, equal ones are compared, and changed ones have another table."""
     ours, _ = pair()
+    compared: list[bool] = []
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(equal(a, b)) or compared[-1])
     given, other = positions(3, 5), positions(3, 5)
     txt, img = given["txt_ids"], given["img_ids"]
     table = ours.pos_embed(txt, img)
-    assert ours.pos_embed(other["txt_ids"], img) is not table
+    assert ours.pos_embed(txt, img) is table
+    assert compared == []
+    assert ours.pos_embed(other["txt_ids"], other["img_ids"]) is table
+    assert compared == [True, True]
     assert ours.pos_embed(txt, img) is table
     img += 1
-    assert not torch.equal(ours.pos_embed(txt, img), table)
+    assert not equal(ours.pos_embed(txt, img), table)
+    assert not equal(ours.pos_embed(txt[:4], img), table)
     with torch.inference_mode():
         inside = torch.arange(20.0).view(5, 4)
         assert ours.pos_embed(inside, img).shape == (14, 64)
