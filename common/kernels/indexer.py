@@ -2,7 +2,7 @@
 
     score_j = sum_h w_h relu(q_h . k_j),   chosen = the k largest of those that are closed at the token
 
-Source: DeepSeek-AI, "DeepSeek-V4", section 2.3.1, equations 13 to 17; "DeepSeek-V3.2-Exp", section 2.1.
+Source: DeepSeek-AI, "DeepSeek-V4", section 2.3.1, equations 13 to 17; its inference code (model.py, class Indexer).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Since a row is key and value at once, the values that are summed up are rotated,
 sum back by the query's leaves the difference of positions, as in the scores.
 
 Source: Su et al., "RoFormer" (arXiv:2104.09864), section 3.4.2, in its own order of columns; DeepSeek-AI,
-"DeepSeek-V4", section 2.3.3; its inference code (model.py, apply_rotary_emb and class Attention).
+"DeepSeek-V4", section 2.3; its inference code (model.py, apply_rotary_emb and class Attention).
 """
 
 from __future__ import annotations

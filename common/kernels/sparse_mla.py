@@ -9,7 +9,7 @@ j ratio + ratio - 1. The sink, one number a head, takes weight and gives nothing
 Tokens are kept in a ring, position p at slot p mod its slots; entry j is at slot j. Either may be FP8 pages, whose
 rows are read as they lie (see `fp8_pages`).
 
-Source: DeepSeek-AI, "DeepSeek-V4", sections 2.3.1 to 2.3.3; its inference code (model.py, class Attention, and
+Source: DeepSeek-AI, "DeepSeek-V4", sections 2.3.1 and 2.3.2; its inference code (model.py, class Attention, and
 kernel.py, sparse_attn); for the sink OpenAI, gpt-oss, `sdpa` of model.py.
 """
 

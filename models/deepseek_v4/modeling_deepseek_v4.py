@@ -1,4 +1,4 @@
-"""DeepSeek-V4, after DeepSeek-AI, "DeepSeek-V4: Towards Highly Efficient Million-Token Context Intelligence".
+"""DeepSeek-V4, after the report of that name (DeepSeek-AI) and the inference code published with the weights.
 
 - attention with one key a token, which is its value too, over a window; beside it over windows of 4 tokens made one,
   of which an indexer picks some, or of 128 tokens, all of them; in one softmax with a sink
@@ -395,7 +395,7 @@ class DeepseekV4HyperHead(nn.Module):
 
 
 class DeepseekV4DecoderLayer(GradientCheckpointingLayer):
-    """Attention, then experts, each between the residual streams (report, figure 2)."""
+    """Attention, then experts, each between the residual streams (report, section 2.2)."""
 
     def __init__(self, config: DeepseekV4Config, kind: str, mlp_kind: str) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ class DeepseekV4DecoderLayer(GradientCheckpointingLayer):
 
 
 class DeepseekV4MTPLayer(DeepseekV4DecoderLayer):
-    """A layer that guesses the token after the next (report, section 2.1; arXiv:2412.19437, section 2.2).
+    """A layer that guesses the token after the next (arXiv:2412.19437, section 2.2; the inference code).
 
     Its streams are those behind the last layer, before they are made one, with the next token's embedding added.
     """

@@ -3,7 +3,7 @@
 A round has one token t that is certain and not in the cache yet. The layer guesses what follows, token by token on its
 own streams; the model reads t and the guesses at once, which gives what follows each of them. Guesses are kept up to
 the first that the model would not have said, and the model's own token follows. Greedy output is the model's; sampled
-output has its distribution (Leviathan et al., arXiv:2211.17192, theorem 3.5, appendix A.1).
+output has its distribution (Leviathan et al., arXiv:2211.17192, appendix A.1).
 
 Caches go back to the tokens that were kept; what the layer made of its own streams is computed again of the model's.
 """
