@@ -12,8 +12,8 @@ scales, 132 bytes a token at K = 128.
 
 How many tokens a page has follows from its size. Rows are rounded to bf16 first, and what is read back is exact in it.
 
-Source: FlashMLA 9241ae3, the cache that it calls MODEL1; the rule of the scales, with its floor on the largest value, is
-that of vLLM 0.33.0.
+Source: FlashMLA 9241ae3, the cache that it calls MODEL1; the rule of the scales, with its floor on the largest value,
+is that of vLLM 0.33.0.
 """
 
 from __future__ import annotations
