@@ -32,6 +32,9 @@ SCALARS = {
     "fp64": np.float64,
 }
 Grid = tuple[int, int, int]
+# Optimization takes most of the time of a check, and what is run is small. Sub-groups need the vectorizer all the same:
+# `prepare_environment` turns it on for code without optimization.
+_OPTIONS = ["-cl-opt-disable"]
 # Programs up to which every pair is told apart.
 _EVERY_PAIR = 512
 
@@ -82,14 +85,13 @@ class Program:
 
 def _build(code: bytes, cache: pathlib.Path) -> cl.Program:
     context, _ = _device()
-    key = hashlib.sha256(code + version().encode()).hexdigest()
+    key = hashlib.sha256(code + f"{version()} {_OPTIONS}".encode()).hexdigest()
     stored = cache / f"{key}.bin"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", cl.CompilerWarning)
-        # Built with optimization: without, the runtime aborts on reductions over a sub-group.
         if stored.exists():
             return cl.Program(context, context.devices, [stored.read_bytes()]).build()
-        program = cl.Program(context, code).build()
+        program = cl.Program(context, code).build(options=_OPTIONS)
     cache.mkdir(parents=True, exist_ok=True)
     partial = stored.with_suffix(f".{id(program)}")
     partial.write_bytes(program.get_info(cl.program_info.BINARIES)[0])
