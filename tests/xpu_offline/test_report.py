@@ -83,6 +83,13 @@ def test_missing_kernel_and_unknown_kernel() -> None:
     assert "y_kernel: launched, but not found in the source" in problem
 
 
+def test_a_kernel_without_a_plan_on_an_architecture() -> None:
+    rows = complete()
+    unlaunched = SPILLS.partition("spills =")[0].replace("spills", "unlaunched").replace("max", "arc-a")
+    assert problems(rows[:2], unlaunched) == []
+    assert "no test launched it on max" in problems(rows[1:2], unlaunched)[0]
+
+
 def test_arc_a_may_spill_and_has_less_shared_memory() -> None:
     rows = complete()
     rows[2] |= {"spills": {"model": 900, "tests": 0}}

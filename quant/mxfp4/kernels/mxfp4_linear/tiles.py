@@ -345,7 +345,7 @@ def launch(
                 SPLIT=cut.split,
                 BIAS=bias is not None,
                 BLOCK=block,
-                num_warps=4,
+                num_warps=8,
             )
 
 
