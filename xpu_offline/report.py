@@ -73,10 +73,8 @@ def problems(rows: list[Row], kernels: list[str], allowances: dict[str, Any]) ->
         for architecture in DEVICES:
             row = seen.get((kernel, architecture))
             if row is None or (not row["launches"] and not row["failures"]):
-                if not any(
-                    a["kernel"] == kernel and architecture in a["architectures"]
-                    for a in allowances.get("unlaunched", [])
-                ):
+                missing = {"kernel": kernel, "architecture": architecture}
+                if not any(_applies(a, missing) for a in allowances.get("unlaunched", [])):
                     found.append(f"{kernel}: no test launched it on {architecture}")
             else:
                 found += _row_problems(row, allowances)
@@ -127,6 +125,9 @@ def _unused(rows: list[Row], allowances: dict[str, Any]) -> list[str]:
         worst = max((judged_spills(row)[1] for row in rows if _applies(a, row)), default=0)
         if worst < a["spills"]:
             found.append(f"allowances.toml: {a['kernel']} may spill {a['spills']} and spills {worst}: lower it")
+    for a in allowances.get("unlaunched", []):
+        launched = [row["architecture"] for row in rows if _applies(a, row) and row["launches"]]
+        found += [f"allowances.toml: {a['kernel']} is launched on {name}: take it out" for name in launched]
     return found
 
 

@@ -22,22 +22,11 @@ from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.fp8_pages import cache_rows, store_slots
 
 
-def _fake_decode(
-    q: Tensor,
-    window: Tensor,
-    entries: Tensor | None,
-    indices: Tensor | None,
-    lengths: Tensor,
-    sinks: Tensor,
-    span: int,
-    ratio: int,
-    rope: int,
-    scale: float,
-) -> Tensor:
+def _fake(q: Tensor, *others: object) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-@op(fake=_fake_decode)
+@op(fake=_fake)
 def sparse_mla_decode(
     q: Tensor,
     window: Tensor,
@@ -81,22 +70,7 @@ def sparse_mla_decode(
     return _attend(q[:, None], torch.cat(rows, dim=1), slots[:, None] >= 0, sinks, scale)[:, 0]
 
 
-def _fake_prefill(
-    q: Tensor,
-    rows: Tensor,
-    entries: Tensor | None,
-    indices: Tensor | None,
-    start: Tensor,
-    sinks: Tensor,
-    span: int,
-    ratio: int,
-    rope: int,
-    scale: float,
-) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
-@op(fake=_fake_prefill)
+@op(fake=_fake)
 def sparse_mla_prefill(
     q: Tensor,
     rows: Tensor,

@@ -88,6 +88,8 @@ def test_a_kernel_without_a_plan_on_an_architecture() -> None:
     unlaunched = SPILLS.partition("spills =")[0].replace("spills", "unlaunched").replace("max", "arc-a")
     assert problems(rows[:2], unlaunched) == []
     assert "no test launched it on max" in problems(rows[1:2], unlaunched)[0]
+    [problem] = problems(rows, unlaunched)
+    assert "x_kernel is launched on arc-a: take it out" in problem
 
 
 def test_arc_a_may_spill_and_has_less_shared_memory() -> None:
