@@ -122,30 +122,40 @@ class Fixed:
         seen, passed = bound.specialize(args, index, addresses=first.is_cuda)
         kept = bound.kept.get(seen)
         if kept is None:
-            compiled = self.function[grid](*args, **self.constants)
+            bound.kept[seen] = self.function[grid](*args, **self.constants)
             bound.tail = tuple(self.constants[name] for name in self.names[len(args) :])
-            bound.kept[seen] = compiled, grid, _launcher(compiled, grid)
             return
-        compiled, last, launch = kept
-        if grid != last:
-            launch = _launcher(compiled, grid)
-            bound.kept[seen] = compiled, grid, launch
-        # Triton asks for the stream itself where it is None.
-        stream = torch._C._cuda_getCurrentRawStream(index) if first.is_cuda else None
-        launch(*passed, *bound.tail, stream=stream)
+        x, y, z = (*grid, 1, 1)[:3]
+        if _hooked():
+            kept[x, y, z](*passed, *bound.tail)
+            return
+        # What `kept[grid]` runs, without what it gathers for hooks at every launch.
+        stream = _stream(first, index)
+        kept.run(x, y, z, stream, kept.function, kept.packed_metadata, None, None, None, *passed, *bound.tail)
 
 
-def _launcher(compiled: Any, grid: tuple[int, ...]) -> Any:
-    return compiled[(*grid, 1, 1)[:3]]
+def _stream(x: Tensor, index: int) -> Any:
+    """The current stream of a tensor's device, as Triton's launchers take it."""
+    if x.is_cuda:
+        return torch._C._cuda_getCurrentRawStream(index)
+    return triton.runtime.driver.active.get_current_stream(index)
+
+
+def _hooked() -> bool:
+    """Whether a profiler listens to Triton's launches; taken for so where this Triton keeps its hooks elsewhere."""
+    try:
+        return bool(triton.knobs.runtime.launch_enter_hook.calls or triton.knobs.runtime.launch_exit_hook.calls)
+    except AttributeError:
+        return True
 
 
 class _Bound:
-    """What arguments of given types are specialized on, and by it the compiled kernels, each with its last launcher."""
+    """What arguments of given types are specialized on, and by it the compiled kernels."""
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
         self.integers = [i for i, kind in enumerate(kinds) if kind is int]
         self.pointers = [i for i, kind in enumerate(kinds) if kind not in (int, float, bool, type(None))]
-        self.kept: dict[tuple, tuple[Any, tuple[int, ...], Any]] = {}
+        self.kept: dict[tuple, Any] = {}
         # The constants of the kernel, which stand behind the arguments.
         self.tail: tuple = ()
 

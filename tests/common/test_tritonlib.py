@@ -133,6 +133,7 @@ class Compilations:
     """Stands where `triton.jit` leaves a function: counts compilations, keeps what is launched."""
 
     __name__ = "counted"
+    function, packed_metadata = "handle", "metadata"
 
     def __init__(self) -> None:
         self.compiled: list[dict] = []
@@ -149,11 +150,18 @@ class Compilations:
         return compile_and_launch if len(grid) < 3 else self.launcher(grid)
 
     def launcher(self, grid):
-        return lambda *args, stream: self.launched.append((grid, args))
+        return lambda *args: self.launched.append((grid, args))
+
+    def run(self, x, y, z, *args) -> None:
+        assert args[:6] == ("stream", "handle", "metadata", None, None, None)
+        self.launched.append(((x, y, z), args[6:]))
 
 
-@pytest.fixture
-def compilations() -> Compilations:
+@pytest.fixture(params=[False, True], ids=["direct", "profiled"])
+def compilations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compilations:
+    """By both ways to a launch: a profiler's hooks need Triton's own."""
+    monkeypatch.setattr(tritonlib, "_stream", lambda x, index: "stream")
+    monkeypatch.setattr(tritonlib, "_hooked", lambda: request.param)
     return Compilations()
 
 
@@ -205,6 +213,18 @@ def test_what_is_compiled_anew(counted: tritonlib.Kernel, compilations: Compilat
         counted[(7,)](call.pop("x"), call.pop("n"), call.pop("scale"), **call)
     assert len(compilations.compiled) == 2
     assert len(compilations.launched) == 2
+
+
+@pytest.mark.skipif(not tritonlib.AVAILABLE, reason="no Triton")
+def test_hooks_are_seen() -> None:
+    assert not tritonlib._hooked()
+    for chain in (tritonlib.triton.knobs.runtime.launch_enter_hook, tritonlib.triton.knobs.runtime.launch_exit_hook):
+        chain.add(print)
+        try:
+            assert tritonlib._hooked()
+        finally:
+            chain.remove(print)
+    assert not tritonlib._hooked()
 
 
 def test_alignment_is_seen() -> None:
