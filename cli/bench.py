@@ -69,7 +69,7 @@ def model(
     dtype: Annotated[Dtype, typer.Option("--dtype")] = Dtype.BFLOAT16,
     batch: Annotated[str, typer.Option("--batch", metavar="N[,N]...", help="Batch sizes.")] = "1",
     prompt: Annotated[str, typer.Option("--prompt", metavar="N[,N]...", help="Prompt lengths.")] = "128",
-    new: Annotated[int, typer.Option("--new", min=2, help="Tokens to decode.")] = 128,
+    new: Annotated[int, typer.Option("--new", min=8, help="Tokens to decode.")] = 128,
     peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Also measure transformers' class.")] = True,
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Also measure the decode step through torch.compile.")

@@ -26,6 +26,8 @@ from xpu_ports.common.dispatch import Explanation, explain, reset_explain
 REPEATS = 3
 # transformers' path is slow: fewer tokens give its rate as well.
 PEER_TOKENS = 24
+# Tokens of the short run that a rate leaves out.
+FEW_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _measure(variant: str, model: Any, ids: torch.Tensor, new: int, count: bool 
 
     generate(3)  # compiles, captures
     prefill = statistics.median(generate(1) for _ in range(REPEATS))
-    rates = sorted(batch * (new - 1) / (generate(new) - prefill) for _ in range(REPEATS))
+    rates = _rates(generate, batch, new)
     launches, kernel_ms = _count(model, ids) if count else (None, None)
     return ModelResult(
         variant=variant,
@@ -182,7 +184,7 @@ def _measure_compiled(model: Any, ids: torch.Tensor, new: int) -> ModelResult:
 
     generate(4)  # compiles
     prefill = statistics.median(generate(1) for _ in range(REPEATS))
-    rates = sorted(batch * (new - 1) / (generate(new) - prefill) for _ in range(REPEATS))
+    rates = _rates(generate, batch, new)
     return ModelResult(
         variant="torch.compile",
         batch=batch,
@@ -194,6 +196,16 @@ def _measure_compiled(model: Any, ids: torch.Tensor, new: int) -> ModelResult:
         decode_high=rates[-1],
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
     )
+
+
+def _rates(generate: Callable[[int], float], batch: int, new: int) -> list[float]:
+    """Tokens per second of a long run beyond a short one, in rising order.
+
+    Prefill, and what the first steps set up, are in both and so in neither: on a busy host they vary by more than the
+    steps take.
+    """
+    pairs = [(generate(FEW_TOKENS), generate(new)) for _ in range(REPEATS)]
+    return sorted(batch * (new - FEW_TOKENS) / (long - short) for short, long in pairs)
 
 
 def _count(model: Any, ids: torch.Tensor) -> tuple[int | None, float | None]:

@@ -46,7 +46,7 @@ def test_bench_model(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPa
     # The default back end of torch.compile needs a C++ compiler.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     command = ["bench", "model", "zamba2", "--checkpoint", CHECKPOINT, "--device", "cpu", "--dtype", "float32"]
-    assert main([*command, "--prompt", "6", "--new", "3", "--compile", "--out", str(tmp_path)]) == 0
+    assert main([*command, "--prompt", "6", "--new", "8", "--compile", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "transformers" in out
     assert "mamba2_decode" in out
