@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xpu_ports.common.dispatch import op
+from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, kernel, next_power_of_2, on_device_of, tl, triton
 
 # Columns that share a scale, and the largest value of e4m3.
 GROUP = 64
@@ -31,6 +32,8 @@ LARGEST = 448.0
 LEAST = 1e-4
 # Tokens of a page, as serving engines have them.
 PAGE_TOKENS = 64
+# A program of `cache_rows` holds a row.
+MOST_COLUMNS = 4096
 
 
 def token_bytes(K: int, rope: int) -> tuple[int, int]:
@@ -154,12 +157,14 @@ def read_pages(pages: Tensor, slots: Tensor, K: int, rope: int | None) -> Tensor
 # ------------------------------------------------------------------------------- rows of a cache, quantized or not
 
 
+def page_tokens(pages: Tensor, K: int, rope: int | None) -> int:
+    """How many tokens a page has; see `write_pages`."""
+    return pages.shape[2] // ((K + 4) if rope is None else sum(token_bytes(K, rope)))
+
+
 def store_slots(store: Tensor, K: int, rope: int | None) -> int:
     """How many tokens a row of a store has room for."""
-    if store.dtype != torch.uint8:
-        return store.shape[1]
-    data, scales = (K, 4) if rope is None else token_bytes(K, rope)
-    return store.shape[1] * (store.shape[2] // (data + scales))
+    return store.shape[1] * (page_tokens(store, K, rope) if store.dtype == torch.uint8 else 1)
 
 
 def write_rows(store: Tensor, rows: Tensor, slots: Tensor, rope: int | None) -> Tensor:
@@ -212,3 +217,138 @@ def cache_rows(store: Tensor, slots: Tensor, K: int, rope: int | None) -> Tensor
     else:
         rows = store.gather(1, slots.clamp(min=0).long()[..., None].expand(-1, -1, K))
     return torch.where(slots[..., None] >= 0, rows, 0.0)
+
+
+def _refuses(store: Tensor, slots: Tensor, K: int, rope: int | None) -> str | None:
+    if not AVAILABLE:
+        return WHY_NOT
+    if store.dim() != 3 or slots.dim() != 2 or slots.shape[0] != store.shape[0]:
+        return f"shapes {tuple(store.shape)} and {tuple(slots.shape)} of store and slots do not go together"
+    if store.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.uint8):
+        return f"store has dtype {store.dtype}, not one of float16, bfloat16, float32, uint8"
+    if slots.dtype not in (torch.int32, torch.int64):
+        return f"slots have dtype {slots.dtype}, not one of int32, int64"
+    if not 0 < K <= MOST_COLUMNS:
+        return f"{K} columns, not 1 to {MOST_COLUMNS}"
+    if store.dtype != torch.uint8:
+        return None if store.shape[2] == K else f"the store has {store.shape[2]} columns, not {K}"
+    return refuses_pages(store, K, rope)
+
+
+def refuses_pages(pages: Tensor, K: int, rope: int | None) -> str | None:
+    """Why a kernel cannot read rows of K columns from pages, or None."""
+    if pages.stride(2) != 1:
+        return f"the last dimension of pages has stride {pages.stride(2)}, not 1"
+    if rope is not None and ((K - rope) % GROUP or not 0 <= rope < K):
+        return f"{K - rope} columns without positions, not a multiple of {GROUP}"
+    tokens = page_tokens(pages, K, rope)
+    return None if tokens else f"pages of {pages.shape[2]} bytes have no room for a token"
+
+
+@triton.jit
+def decode_e4m3(codes):
+    """fp32 of e4m3 as bytes, in integers: Intel's conversion is wrong above 256."""
+    code = codes.to(tl.int32)
+    magnitude = code & 0x7F
+    # The same exponent and mantissa in fp32, whose bias is larger by 120; below 8 there is no leading 1.
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    value = tl.where(magnitude == 127, float("nan"), value)
+    return tl.where(code > 127, -value, value)
+
+
+@triton.jit
+def load_fp32(ptrs, mask):
+    """fp32 at pointers to its four bytes, which need not be aligned; 0 where masked."""
+    bits = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
+    for i in tl.static_range(1, 4):
+        bits |= tl.load(ptrs + i, mask=mask, other=0).to(tl.int32) << (8 * i)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_page_rows(
+    page_ptrs, at, columns, mask, K: tl.constexpr, ROPE: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Columns of tokens of pages of attention's keys, fp32 and exact in bf16; 0 where masked.
+
+    page_ptrs (to a page's first byte), at (the token in it) and columns broadcast to the shape of mask.
+    """
+    own: tl.constexpr = K - ROPE
+    scales: tl.constexpr = (own // GROUP + 7) // 8 * 8
+    is_own = columns < own
+    # Two bytes each behind the own columns.
+    data_ptrs = page_ptrs + at * (K + ROPE) + tl.where(is_own, columns, 2 * columns - own)
+    low = tl.load(data_ptrs, mask=mask, other=0)
+    high = tl.load(data_ptrs + 1, mask=mask & (columns >= own), other=0)
+    scale_ptrs = page_ptrs + TOKENS * (K + ROPE) + at * scales + columns // GROUP
+    scale = tl.load(scale_ptrs, mask=mask & is_own, other=0)
+    # e8m0 and bf16 are the upper bits of fp32.
+    factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    tail = ((low.to(tl.int32) << 16) | (high.to(tl.int32) << 24)).to(tl.float32, bitcast=True)
+    return tl.where(is_own, decode_e4m3(low) * factor, tail)
+
+
+@kernel
+@triton.jit
+def _cache_rows_kernel(
+    store_ptr,
+    slots_ptr,
+    rows_ptr,
+    N,
+    stride_s_b,
+    stride_s_s,
+    stride_s_k,
+    stride_n_b,
+    stride_n_n,
+    K: tl.constexpr,
+    ROPE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INDEX: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One row a program; TOKENS of a page, 0 where the store is no pages."""
+    row = tl.program_id(0).to(tl.int64)
+    b, n = row // N, row % N
+    slot = tl.load(slots_ptr + b * stride_n_b + n * stride_n_n).to(tl.int64)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = offs_k < tl.where(slot >= 0, K, 0)
+    slot = tl.maximum(slot, 0)
+    store_ptr += b * stride_s_b
+    if TOKENS == 0:
+        x = tl.load(store_ptr + slot * stride_s_s + offs_k.to(tl.int64) * stride_s_k, mask=mask_k, other=0.0)
+    else:
+        page_ptr = store_ptr + slot // TOKENS * stride_s_s
+        at = slot % TOKENS
+        if INDEX:
+            scale = load_fp32(page_ptr + TOKENS * K + at * 4, True)
+            x = decode_e4m3(tl.load(page_ptr + at * K + offs_k, mask=mask_k, other=0)) * scale
+        else:
+            x = load_page_rows(page_ptr, at, offs_k, mask_k, K, ROPE, TOKENS, GROUP)
+    tl.store(rows_ptr + row * K + offs_k, x.to(rows_ptr.dtype.element_ty), mask=offs_k < K)
+
+
+@cache_rows.implement("triton", "xpu", "cuda", refuses=_refuses)
+def cache_rows_triton(store: Tensor, slots: Tensor, K: int, rope: int | None) -> Tensor:
+    rows = _fake_rows(store, slots, K, rope)
+    if rows.numel() == 0:
+        return rows
+    block_k = next_power_of_2(K)
+    with on_device_of(store):
+        _cache_rows_kernel[(slots.numel(),)](
+            store,
+            slots,
+            rows,
+            slots.shape[1],
+            *store.stride(),
+            *slots.stride(),
+            K=K,
+            ROPE=rope or 0,
+            TOKENS=page_tokens(store, K, rope) if store.dtype == torch.uint8 else 0,
+            INDEX=rope is None,
+            GROUP=GROUP,
+            BLOCK_K=block_k,
+            num_warps=max(1, min(block_k // 128, 8)),
+        )
+    return rows

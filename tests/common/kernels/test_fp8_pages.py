@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import Runner
+from tests.common.ops import Runner, refusal
 from xpu_ports.common.kernels import fp8_pages
 from xpu_ports.common.kernels.fp8_pages import (
     cache_rows,
@@ -194,6 +194,31 @@ class TestRows:
         assert (rows[0, 1] == 0).all()
 
     @pytest.mark.parametrize("rope", [64, None])
+    def test_every_code(self, run: Runner, rope: int | None) -> None:
+        """All bytes, those that are no numbers included, at scales from the least on."""
+        K, tokens = 192, 4
+        pages = torch.zeros(1, 2, index_page_bytes(K, tokens) if rope is None else page_bytes(K, rope, tokens))
+        pages = pages.to(torch.uint8)
+        own = K if rope is None else K - rope
+        codes = torch.arange(tokens * own, dtype=torch.int32).to(torch.uint8).view(tokens, own)
+        data = pages[0, 1, : tokens * (K + (rope or 0))].view(tokens, -1)
+        data[:, :own], data[:, own:] = codes, 0x40
+        scales = torch.tensor([105, 119, 127, 141], dtype=torch.int32)
+        stored = (scales << 23).view(torch.uint8) if rope is None else scales[:, None].repeat(1, 8).to(torch.uint8)
+        pages[0, 1, data.numel() :][: stored.numel()] = stored.flatten()
+        rows = run(pages, torch.arange(4, 8)[None], K, rope)[0].double().numpy()
+        magnitude = (codes & 127).numpy()
+        values = numpy.append(E4M3[:127], numpy.nan)[magnitude] * 2.0 ** (scales.numpy()[:, None] - 127)
+        numpy.testing.assert_array_equal(rows[:, :own], numpy.where(codes.numpy() > 127, -values, values))
+        assert (rows[:, own:] == 3.0).all()
+
+    def test_pages_that_are_not_aligned(self, run: Runner) -> None:
+        K, page = 192, index_page_bytes(192, 4)
+        pages = torch.zeros(2, 3, page + 13, dtype=torch.uint8)[:, :, 5 : 5 + page]
+        write_pages(rows_of(2, 12, K), torch.arange(12).repeat(2, 1), pages, None)
+        run(pages, torch.tensor([[3, 11], [0, 9]]), K, None)
+
+    @pytest.mark.parametrize("rope", [64, None])
     def test_what_is_given_back_is_what_is_read(self, rope: int | None) -> None:
         K = 128
         pages = torch.zeros(2, 3, index_page_bytes(K, 4) if rope is None else page_bytes(K, rope, 4), dtype=torch.uint8)
@@ -221,3 +246,31 @@ class TestRows:
         assert torch.equal(write_rows(store, new, torch.tensor([[4, -1], [0, 5]]), 2), new.to(dtype))
         before[0, 4], before[1, 0], before[1, 5] = new[0, 0], new[1, 0], new[1, 1]
         assert torch.equal(store, before)
+
+
+STORE, SLOTS = torch.zeros(2, 9, 128).bfloat16(), torch.zeros(2, 3, dtype=torch.int64)
+PAGES = torch.zeros(2, 3, page_bytes(128, 64, 4), dtype=torch.uint8)
+REFUSED = {
+    "dimensions": ((STORE[0], SLOTS, 128, 64), "of store and slots do not go together"),
+    "batch": ((STORE, SLOTS[:1], 128, 64), "of store and slots do not go together"),
+    "fp64": ((STORE.double(), SLOTS, 128, 64), "store has dtype torch.float64"),
+    "slots": ((STORE, SLOTS.short(), 128, 64), "slots have dtype torch.int16"),
+    "columns": ((STORE, SLOTS, 64, 64), "the store has 128 columns, not 64"),
+    "wide": ((torch.zeros(2, 9, 4097), SLOTS, 4097, 64), "4097 columns, not 1 to 4096"),
+    "page stride": ((PAGES.mT.contiguous().mT, SLOTS, 128, 64), "the last dimension of pages has stride 3"),
+    "groups": ((PAGES, SLOTS, 128, 32), "96 columns without positions"),
+    "page": ((PAGES[..., :100], SLOTS, 128, 64), "pages of 100 bytes have no room for a token"),
+    "gradient": ((STORE.clone().requires_grad_(), SLOTS, 128, 64), "no backward"),
+}
+
+
+@pytest.mark.parametrize(("given", "why"), REFUSED.values(), ids=REFUSED)
+def test_refusals(given: tuple, why: str) -> None:
+    assert refusal(cache_rows, STORE, SLOTS, 128, 64) == refusal(cache_rows, PAGES, SLOTS, 128, 64) == ""
+    assert why in refusal(cache_rows, *given)
+
+
+def test_refusal_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_pages, "AVAILABLE", False)
+    monkeypatch.setattr(fp8_pages, "WHY_NOT", "Triton cannot be imported: no module")
+    assert "no module" in refusal(cache_rows, STORE, SLOTS, 128, 64)
