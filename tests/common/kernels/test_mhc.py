@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import LAYOUTS, Runner, assert_rounded_once, normal
+from tests.common.ops import LAYOUTS, Runner, assert_rounded_once, normal, refusal
+from xpu_ports.common.device import ARCHITECTURES, Architecture
+from xpu_ports.common.dispatch import Op
 from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_pre
+from xpu_ports.common.kernels.mhc import triton as module
 
 EPS = 1e-6
-SHAPES = [dict(B=1, T=1, S=4, D=8), dict(B=2, T=5, S=4, D=37), dict(B=1, T=3, S=2, D=64), dict(B=2, T=0, S=4, D=8)]
+# A token, tokens of one block of matrix units, of one and a bit, and many. Few widths: each is a kernel of its own.
+SHAPES = [
+    dict(B=1, T=1, S=4, D=72),
+    dict(B=2, T=5, S=4, D=72),
+    dict(B=1, T=65, S=4, D=72),
+    dict(B=1, T=17, S=3, D=150),
+    dict(B=2, T=0, S=4, D=72),
+]
 DTYPES = [torch.float32, torch.bfloat16]
+FLOATS = pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 
 
 def weights(S: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +61,7 @@ def by_hand(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int)
 
 @pytest.mark.op("mhc_pre")
 class TestPre:
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @FLOATS
     @pytest.mark.parametrize("shape", SHAPES)
     def test_shapes(self, run: Runner, shape: dict, dtype: torch.dtype) -> None:
         B, T, S, D = shape.values()
@@ -78,8 +90,8 @@ class TestPre:
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_layouts(self, run: Runner, layout: str) -> None:
-        x = normal(2, 3, 32, dtype=torch.bfloat16, layout=layout).unflatten(-1, (4, 8))
-        run(x, *weights(4, 8), EPS, EPS, 20)
+        x = normal(2, 3, 288, dtype=torch.bfloat16, layout=layout).unflatten(-1, (4, 72))
+        run(x, *weights(4, 72), EPS, EPS, 20)
 
     def test_rounded_once(self) -> None:
         assert_rounded_once(mhc_pre, torch.randn(4, 64, 4, 32).bfloat16(), *weights(4, 32), EPS, EPS, 20)
@@ -94,6 +106,55 @@ class TestPre:
         x[1] *= 8
         assert (mhc_pre(x, *given, EPS, EPS, 20)[1] - post).abs().max() > 1e-2
 
+    @pytest.mark.parametrize("T", [1, 17])
+    @pytest.mark.parametrize("parts", [1, 3])
+    def test_any_split_is_right(self, run: Runner, parts: int, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Programs with several blocks of columns, with unequal numbers of them, and with none."""
+        if run.target.backend == "reference":
+            pytest.skip("the reference has no parts")
+        monkeypatch.setattr(module, "parts_of", lambda *args: parts)
+        run(torch.randn(1, T, 4, 600).bfloat16(), *weights(4, 600), EPS, EPS, 20)
+        run(torch.randn(1, T, 4, 72).bfloat16(), *weights(4, 72), EPS, EPS, 20)
+
+    @pytest.mark.parametrize("T", [1, 17])
+    def test_streams_apart(self, run: Runner, T: int) -> None:
+        """Streams in front of the tokens, or one row for all of them; fn as rows of a wider matrix."""
+        fn, scale, base = weights(4, 72)
+        wide = torch.full((24, 300), float("nan"))
+        wide[:, :288] = fn
+        x = torch.randn(4, 1, T, 72).bfloat16()
+        run(x.permute(1, 2, 0, 3), wide[:, :288], scale, base, EPS, EPS, 20)
+        run(x[0][:, :, None].expand(-1, -1, 4, -1), fn, scale, base, EPS, EPS, 20)
+
+    @pytest.mark.filterwarnings("ignore:All-NaN slice")
+    @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("T", [2, 17])
+    def test_not_a_number_stays_in_its_token(self, run: Runner, T: int, odd: float) -> None:
+        x = torch.randn(1, T, 4, 72).bfloat16()
+        x[0, T - 1, 2, 5] = odd
+        y, post, comb = run(x, *weights(4, 72), EPS, EPS, 20)
+        for t in (y, post, comb):
+            assert t[0, T - 1].isnan().all()
+            assert t[0, : T - 1].isfinite().all()
+
+    def test_large_and_small_streams(self, run: Runner) -> None:
+        """Their size is not the result's: no square overflows, and all of fn's bits count."""
+        x, (fn, scale, base) = torch.randn(1, 5, 4, 72), weights(4, 72)
+        x *= 10.0 ** torch.arange(-4, 6, 2)[:, None, None]
+        run(x.bfloat16(), fn, scale, base, EPS, EPS, 20)
+        run(x, fn, scale, base, EPS, EPS, 20)
+
+    @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES)
+    @pytest.mark.parametrize("programs", [1, 3, 64])
+    @pytest.mark.parametrize("D", [1, 64, 4096, 7168])
+    def test_parts(self, arch: Architecture, programs: int, D: int) -> None:
+        """Every part has a block, none has two more than another, and there are no more than fill the device."""
+        blocks = -(-D // 64)
+        parts = module.parts_of(arch, programs, 4, D, 64)
+        assert 1 <= parts <= min(blocks, module.MOST_SPLITS // 4)
+        assert -(-blocks // parts) - blocks // parts <= 1
+        assert parts == 1 or programs * 4 * (parts - 1) < 4 * arch.units
+
 
 @pytest.mark.op("mhc_post")
 class TestPost:
@@ -103,6 +164,22 @@ class TestPost:
         B, T, S, D = shape.values()
         y, x = torch.randn(B, T, D).to(dtype), torch.randn(B, T, S, D).to(dtype)
         assert run(y, x, torch.rand(B, T, S), torch.rand(B, T, S, S)).dtype == dtype
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_layouts(self, run: Runner, layout: str) -> None:
+        y = normal(2, 3, 72, dtype=torch.bfloat16, layout=layout)
+        x = normal(2, 3, 288, dtype=torch.bfloat16, layout=layout).unflatten(-1, (4, 72))
+        run(y, x, torch.rand(2, 3, 4), torch.rand(2, 3, 4, 4))
+        run(y, torch.randn(4, 2, 3, 72).bfloat16().permute(1, 2, 0, 3), torch.rand(2, 3, 4), torch.rand(2, 3, 4, 4))
+
+    def test_not_a_number_stays_in_its_columns(self, run: Runner) -> None:
+        y, x = torch.randn(1, 3, 72), torch.randn(1, 3, 4, 72)
+        y[0, 1, 5] = float("nan")
+        x[0, 2, 3, 6] = float("inf")
+        z = run(y, x, torch.rand(1, 3, 4), torch.rand(1, 3, 4, 4))
+        assert z[0, 1, :, 5].isnan().all()
+        assert z[0, 2, :, 6].isinf().all()
+        assert int(z.isfinite().sum()) == z.numel() - 8
 
     def test_by_hand(self) -> None:
         """The sum is over the first index: not the matrix times the streams."""
@@ -130,3 +207,61 @@ class TestHead:
         x, (fn, scale, base) = torch.randn(7, 4, 8), weights(4, 8)
         y, _, _ = mhc_pre(x, fn, scale, base, EPS, EPS, 1)
         torch.testing.assert_close(mhc_head(x, fn[:4], scale[:1], base[:4], EPS, EPS), y)
+
+    def test_layout(self, run: Runner) -> None:
+        x = torch.randn(4, 2, 3, 80).bfloat16()[..., :72].permute(1, 2, 0, 3)
+        run(x, torch.randn(4, 4 * 72) * 0.1, torch.tensor([0.3]), torch.randn(4), EPS, EPS)
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+X = torch.zeros(2, 3, 4, 8)
+PRE = dict(x=X, fn=torch.zeros(24, 32), scale=torch.zeros(3), base=torch.zeros(24))
+PRE |= dict(norm_eps=EPS, eps=EPS, iterations=20)
+HEAD = dict(x=X, fn=torch.zeros(4, 32), scale=torch.zeros(1), base=torch.zeros(4), norm_eps=EPS, eps=EPS)
+POST = dict(y=torch.zeros(2, 3, 8), x=X, post=torch.zeros(2, 3, 4), comb=torch.zeros(2, 3, 4, 4))
+STREAMS = {
+    "fp64": (dict(x=X.double()), "dtype torch.float64 is not one of"),
+    "streams": (dict(x=torch.zeros(2, 3, 5, 8)), "5 streams, not 1 to 4"),
+    "columns": (dict(x=torch.zeros(2, 3, 4, 0)), "there are no columns"),
+    "stride": (dict(x=torch.zeros(2, 3, 8, 4).mT), "the last dimension has stride 4"),
+    "tokens": (dict(x=torch.zeros(5, 3, 5, 3, 5, 3, 5, 4, 8)[::2, :, ::2, :, ::2, :, ::2]), "more than three strides"),
+}
+PRODUCT = {
+    "fn shape": (dict(fn=torch.zeros(23, 32)), "fn has shape (23, 32)"),
+    "fn dtype": (dict(fn=torch.zeros(24, 32).bfloat16()), "torch.bfloat16, not float32"),
+    "fn stride": (dict(fn=torch.zeros(32, 24).T), "the last dimension of fn has stride 24"),
+    "scale": (dict(scale=torch.zeros(2)), "scale has shape (2,)"),
+    "base": (dict(base=torch.zeros(48)[::2]), "the last dimension of base has stride 2"),
+    "gradient": (dict(fn=torch.zeros(24, 32, requires_grad=True)), "no backward"),
+}
+BACK = {
+    "y shape": (dict(y=torch.zeros(2, 3, 9)), "y has shape (2, 3, 9), expected (2, 3, 8)"),
+    "y dtype": (dict(y=torch.zeros(2, 3, 8).double()), "y has dtype torch.float64"),
+    "y stride": (dict(y=torch.zeros(2, 8, 3).mT), "the last dimension of y has stride 3"),
+    "post shape": (dict(post=torch.zeros(2, 3, 1)), "post has shape (2, 3, 1)"),
+    "post stride": (dict(post=torch.zeros(2, 4, 3).mT), "post is not contiguous"),
+    "comb shape": (dict(comb=torch.zeros(2, 3, 16)), "comb has shape (2, 3, 16)"),
+    "comb stride": (dict(comb=torch.zeros(2, 3, 4, 4).mT), "comb is not contiguous"),
+    "gradient": (dict(y=torch.zeros(2, 3, 8, requires_grad=True)), "no backward"),
+}
+REFUSED = [
+    *(pytest.param(mhc_pre, PRE, *case, id=f"pre {name}") for name, case in (STREAMS | PRODUCT).items()),
+    *(pytest.param(mhc_post, POST, *case, id=f"post {name}") for name, case in (STREAMS | BACK).items()),
+    *(pytest.param(mhc_head, HEAD, *case, id=f"head {name}") for name, case in STREAMS.items()),
+    pytest.param(mhc_head, HEAD, dict(fn=PRE["fn"]), "fn has shape (24, 32), expected (4, 32)", id="head fn"),
+    pytest.param(mhc_head, HEAD, dict(scale=PRE["scale"]), "scale has shape (3,), expected (1,)", id="head scale"),
+]
+
+
+@pytest.mark.parametrize(("op", "good", "changed", "why"), REFUSED)
+def test_refusals(op: Op, good: dict[str, Any], changed: dict[str, Any], why: str) -> None:
+    assert refusal(op, **good) == ""
+    assert why in refusal(op, **good | changed)
+
+
+@pytest.mark.parametrize(("op", "good"), [(mhc_pre, PRE), (mhc_post, POST), (mhc_head, HEAD)], ids=lambda v: "")
+def test_refusal_without_triton(op: Op, good: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AVAILABLE", False)
+    monkeypatch.setattr(module, "WHY_NOT", "Triton cannot be imported: no module")
+    assert "no module" in refusal(op, **good)

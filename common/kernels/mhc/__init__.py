@@ -102,3 +102,7 @@ def _mixes(x: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
 def _collapse(x: Tensor, shares: Tensor) -> Tensor:
     """sum_i shares_i x_i, in x's dtype."""
     return (shares[..., None] * x.to(shares.dtype)).sum(-2).to(x.dtype)
+
+
+# Registers the kernels.
+from xpu_ports.common.kernels.mhc import triton as _triton  # noqa: E402, F401
