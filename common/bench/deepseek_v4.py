@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xpu_ports.common.bench.case import Args, Case, Draw, Sample, sample_index
 from xpu_ports.common.kernels.compress import compress_csa, compress_hca
-from xpu_ports.common.kernels.fp8_pages import PAGE_TOKENS, cache_rows, page_bytes
+from xpu_ports.common.kernels.fp8_pages import PAGE_TOKENS, cache_rows, index_page_bytes, page_bytes
 from xpu_ports.common.kernels.indexer import indexer_scores, stable_topk
 from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_pre
 from xpu_ports.common.kernels.mla_rope import (
@@ -42,7 +42,7 @@ def _ends(*positions: int) -> Sample:
 
 
 def _wide(draw: Draw, *shape: int) -> Tensor:
-    return draw(*shape, dtype=torch.float32)
+    return draw(*shape, dtype=torch.promote_types(draw.dtype, torch.float32))
 
 
 def _numbers(draw: Draw, value: int, *shape: int) -> Tensor:
@@ -89,9 +89,29 @@ def _hca(size: Size, draw: Draw) -> Args:
     return x, bias, _wide(draw, B, 128 + 32, 2 * C), _numbers(draw, 1023, B), _numbers(draw, T, B)
 
 
+def _rest_of_the_ring(args: Args) -> int:
+    """Bytes of the ring, read and written, beyond the windows before the new tokens and these."""
+    x, bias, state, *_ = args
+    slots = state.shape[1]
+    read = (2 if bias.shape[0] == RATIO else 1) * bias.shape[0] - 1
+    return (2 * slots - read - min(x.shape[1], slots)) * state[:, 0].numel() * state.element_size()
+
+
 def _scores(size: Size, draw: Draw) -> Args:
     B, T, S, H, C = (size[letter] for letter in "BTSHC")
     return draw(B, T, H, C), draw(B, T, H), draw(B, S, C), S, _numbers(draw, RATIO * S, B), RATIO
+
+
+def _scores_of_pages(size: Size, draw: Draw) -> Args:
+    q, weights, keys, *rest = _scores(size, draw)
+    B, S, C = keys.shape
+    pages = draw.uniform(0, 100, B, S // PAGE_TOKENS, index_page_bytes(C), dtype=torch.uint8)
+    pages[..., PAGE_TOKENS * C :] = torch.full((PAGE_TOKENS,), 2.0**-3, device=pages.device).view(torch.uint8)
+    return q, weights, pages, *rest
+
+
+def _scores_flops(size: Size) -> int:
+    return 2 * size["B"] * size["T"] * size["S"] * size["H"] * size["C"]
 
 
 def _topk(size: Size, draw: Draw) -> Args:
@@ -194,8 +214,11 @@ def _hash(size: Size, draw: Draw) -> Args:
 
 
 def _other_tokens(args: Args) -> int:
-    _, table, ids, _ = args
-    return (table.shape[0] - ids.unique().numel()) * table.shape[1] * table.element_size()
+    """Bytes of the table beyond the tokens' rows, and of the scores beyond those of the experts in them."""
+    logits, table, ids, _ = args
+    V, A = table.shape
+    others = logits.shape[0] * max(0, logits.shape[1] - A) * logits.element_size()
+    return (V - ids.unique().numel()) * A * table.element_size() + others
 
 
 _TOKENS = "T1-S4-D4096", "T64-S4-D4096", "T4096-S4-D4096"
@@ -206,19 +229,29 @@ CASES = (
     Case("mhc_pre", mhc_pre, _TOKENS, _mhc, {}, _ends(0), lambda size: 2 * size["T"] * 24 * 4 * size["D"]),
     Case("mhc_post", mhc_post, _TOKENS, _mhc_post, {}, _ends(0, 1, 2, 3)),
     Case("mhc_head", mhc_head, _TOKENS, _mhc_head, {}, _ends(0)),
-    Case("compress_csa", compress_csa, _ENTRIES, _csa, {}, _ends(0, 2, 3, 4)),
-    Case("compress_hca", compress_hca, ("B1-T1-C512", "B1-T4096-C512", "B64-T1-C512"), _hca, {}, _ends(0, 2, 3, 4)),
-    Case(
-        "indexer_scores",
-        indexer_scores,
-        ("B1-T1-S16384-H64-C128", "B1-T1024-S16384-H64-C128", "B64-T1-S4096-H64-C128"),
-        _scores,
-        {},
-        _ends(0, 1, 2, 4),
-        lambda size: 2 * size["B"] * size["T"] * size["S"] * size["H"] * size["C"],
-        compiles=False,
+    Case("compress_csa", compress_csa, _ENTRIES, _csa, {}, _ends(0, 2, 3, 4), unread=_rest_of_the_ring),
+    Case("compress_hca", compress_hca, _ENTRIES, _hca, {}, _ends(0, 2, 3, 4), unread=_rest_of_the_ring),
+    *(
+        Case(
+            name,
+            indexer_scores,
+            ("B1-T1-S16384-H64-C128", "B64-T1-S4096-H64-C128", "B1-T1024-S16384-H64-C128"),
+            inputs,
+            {},
+            _ends(0, 1, 2, 4),
+            _scores_flops,
+            compiles=False,
+        )
+        for name, inputs in (("indexer_scores", _scores), ("indexer_scores.pages", _scores_of_pages))
     ),
-    Case("stable_topk", stable_topk, ("T1-S16384-A512", "T64-S16384-A512", "T1024-S16384-A512"), _topk, {}, _ends(0)),
+    Case(
+        "stable_topk",
+        stable_topk,
+        ("T1-S16384-A512", "T64-S16384-A512", "T1-S262144-A512", "T1024-S16384-A512"),
+        _topk,
+        {},
+        _ends(0),
+    ),
     Case("cache_rows", cache_rows, ("B1-S127-K512", "B64-S127-K512"), _rows, {}, _ends(0, 1)),
     Case("qnorm_rope_kv_insert", qnorm_rope_kv_insert, _HEADS, _insert, {}, _ends(0, 1, 3, 4, 5, 6), compiles=False),
     Case(

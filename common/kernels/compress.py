@@ -19,7 +19,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
+from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
+
+# A program of the kernels holds the tokens of a window and some of their columns: so many numbers of u, as many of z.
+LARGEST_WINDOW = 256
+_TILE = 4096
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def closed_windows(T: int, r: int) -> int:
@@ -105,3 +112,202 @@ def _remember(x: Tensor, state: Tensor, start: Tensor, count: Tensor) -> None:
     kept = (t < count[:, None]) & (t >= count[:, None] - R)
     b, t = kept.nonzero(as_tuple=True)
     state[b, (start.long()[b] + t) % R] = x.detach()[b, t].to(state.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+def _refuses_csa(x: Tensor, bias: Tensor, state: Tensor, start: Tensor, count: Tensor) -> str | None:
+    return _refuses(x, bias, state, start, count, 2)
+
+
+def _refuses_hca(x: Tensor, bias: Tensor, state: Tensor, start: Tensor, count: Tensor) -> str | None:
+    return _refuses(x, bias, state, start, count, 1)
+
+
+def _refuses(x: Tensor, bias: Tensor, state: Tensor, start: Tensor, count: Tensor, halves: int) -> str | None:
+    if not AVAILABLE:
+        return WHY_NOT
+    if x.dim() != 3 or bias.dim() != 2 or state.dim() != 3 or state.shape[0] != x.shape[0]:
+        return f"shapes {tuple(x.shape)}, {tuple(bias.shape)} and {tuple(state.shape)} do not go together"
+    (r, columns), slots = bias.shape, state.shape[1]
+    if x.shape[2] != 2 * columns or state.shape[2] != 2 * columns or columns % halves:
+        return f"x, bias and state have {x.shape[2]}, {columns} and {state.shape[2]} columns, not 2 n, n and 2 n"
+    for name, t in (("x", x), ("bias", bias), ("state", state)):
+        if t.dtype not in _FLOATS:
+            return f"{name} has dtype {t.dtype}, not one of float16, bfloat16, float32"
+        if t.stride(-1) != 1 and t.shape[-1] > 1:
+            return f"the last dimension of {name} has stride {t.stride(-1)}, not 1"
+    if not 1 <= halves * r <= LARGEST_WINDOW:
+        return f"{halves * r} tokens to average, not 1 to {LARGEST_WINDOW}"
+    if slots < halves * r:
+        return f"a ring of {slots} tokens does not hold {halves * r}"
+    for name, t in (("start", start), ("count", count)):
+        if t.shape != x.shape[:1] or t.dtype not in (torch.int32, torch.int64):
+            return f"{name} has shape {tuple(t.shape)} and dtype {t.dtype}, not ({x.shape[0]},), int32 or int64"
+    return None
+
+
+@triton.jit
+def _average(
+    x_ptr,
+    bias_ptr,
+    state_ptr,
+    y_ptrs,
+    window,
+    start,
+    end,
+    offs_c,
+    R,
+    stride_x_t,
+    stride_b_r,
+    stride_s_r,
+    RATIO: tl.constexpr,
+    C: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Some columns of a window's average; tokens are of x from `start` on, else of the ring, and end before `end`."""
+    before: tl.constexpr = (HALVES - 1) * RATIO
+    mask_c = offs_c < C
+    if (window + 1) * RATIO <= end:
+        place = tl.arange(0, BLOCK_P)
+        token = window * RATIO - before + place
+        exists = (place < before + RATIO) & (token >= 0)
+        # u of the first projection for the window before, of the second for its own; z is HALVES C columns on.
+        columns = tl.where(place < before, 0, (HALVES - 1) * C)[:, None] + offs_c[None, :]
+        z_columns = HALVES * C
+        mask = exists[:, None] & mask_c[None, :]
+        new, old = mask & (token >= start)[:, None], mask & (token < start)[:, None]
+        x_ptrs = x_ptr + (token - start)[:, None] * stride_x_t + columns
+        state_ptrs = state_ptr + (token % R)[:, None] * stride_s_r + columns
+        # Of a token that does not exist nothing is read: its slot may hold anything.
+        z = tl.load(x_ptrs + z_columns, mask=new, other=0.0).to(tl.float32)
+        z += tl.load(state_ptrs + z_columns, mask=old, other=0.0).to(tl.float32)
+        z += tl.load(bias_ptr + (token % RATIO)[:, None] * stride_b_r + columns, mask=mask, other=0.0).to(tl.float32)
+        z = tl.where(exists[:, None], z, float("-inf"))
+        weights = tl.exp(z - tl.max(z, axis=0)[None, :])
+        u = tl.load(x_ptrs, mask=new, other=0.0).to(tl.float32)
+        u += tl.load(state_ptrs, mask=old, other=0.0).to(tl.float32)
+        y = tl.sum(weights * u, axis=0) / tl.sum(weights, axis=0)
+        tl.store(y_ptrs, y, mask=mask_c)
+    else:
+        tl.store(y_ptrs, tl.zeros(offs_c.shape, tl.float32), mask=mask_c)
+
+
+# The number of tokens changes with every piece: one kernel for all.
+@kernel
+@triton.jit(do_not_specialize=["first", "windows", "kept"])
+def _compress_kernel(
+    x_ptr,
+    bias_ptr,
+    state_ptr,
+    start_ptr,
+    count_ptr,
+    y_ptr,
+    first,
+    windows,
+    kept,
+    R,
+    stride_x_b,
+    stride_x_t,
+    stride_b_r,
+    stride_s_b,
+    stride_s_r,
+    stride_start,
+    stride_count,
+    RATIO: tl.constexpr,
+    C: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Programs from `first` on: the windows, then the last `kept` tokens or less, which go into the ring."""
+    item, b = (first + tl.program_id(0)).to(tl.int64), tl.program_id(2).to(tl.int64)
+    offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    start = tl.load(start_ptr + b * stride_start).to(tl.int64)
+    count = tl.load(count_ptr + b * stride_count).to(tl.int64)
+    x_ptr += b * stride_x_b
+    state_ptr += b * stride_s_b
+    if item < windows:
+        _average(
+            x_ptr,
+            bias_ptr,
+            state_ptr,
+            y_ptr + (b * windows + item) * C + offs_c,
+            start // RATIO + item,
+            start,
+            start + count,
+            offs_c,
+            R,
+            stride_x_t,
+            stride_b_r,
+            stride_s_r,
+            RATIO,
+            C,
+            HALVES,
+            BLOCK_P,
+        )
+    else:
+        t = tl.maximum(count - kept, 0) + item - windows
+        x_ptrs = x_ptr + t * stride_x_t + offs_c
+        state_ptrs = state_ptr + (start + t) % R * stride_s_r + offs_c
+        mask = offs_c < tl.where(t < count, C, 0)
+        for part in tl.static_range(2 * HALVES):
+            token = tl.load(x_ptrs + part * C, mask=mask, other=0.0)
+            tl.store(state_ptrs + part * C, token.to(state_ptr.dtype.element_ty), mask=mask)
+
+
+@compress_hca.implement("triton", "xpu", "cuda", refuses=_refuses_hca)
+def compress_hca_triton(x: Tensor, bias: Tensor, state: Tensor, start: Tensor, count: Tensor) -> Tensor:
+    return _compress(x, bias, state, start, count, 1)
+
+
+@compress_csa.implement("triton", "xpu", "cuda", refuses=_refuses_csa)
+def compress_csa_triton(x: Tensor, bias: Tensor, state: Tensor, start: Tensor, count: Tensor) -> Tensor:
+    return _compress(x, bias, state, start, count, 2)
+
+
+def _compress(x: Tensor, bias: Tensor, state: Tensor, start: Tensor, count: Tensor, halves: int) -> Tensor:
+    """One launch where no new token takes a slot that is still read, else one that reads and then one that writes.
+
+    What is read ends halves r - 1 tokens before the first new one, at most; its slots are free for as many tokens as
+    the ring has beyond these.
+    """
+    (B, T, _), r, R = x.shape, bias.shape[0], state.shape[1]
+    C, windows, kept = bias.shape[1] // halves, closed_windows(T, r), min(T, R)
+    y = torch.empty((B, windows, C), dtype=torch.float32, device=x.device)
+    if B * T * C == 0:
+        return y
+    block_p = next_power_of_2(halves * r)
+    block_c = min(next_power_of_2(C), _TILE // block_p)
+    items, arch = windows + kept, architecture(x.device)
+    apart = halves * r + T > R + 1
+    launches = [(0, windows), (windows, items)] if apart else [(0, items)]
+    with on_device_of(x):
+        for first, last in launches:
+            _compress_kernel[(last - first, cdiv(C, block_c), B)](
+                x,
+                bias,
+                state,
+                start,
+                count,
+                y,
+                first,
+                windows,
+                kept,
+                R,
+                *x.stride()[:2],
+                bias.stride(0),
+                *state.stride()[:2],
+                start.stride(0),
+                count.stride(0),
+                RATIO=r,
+                C=C,
+                HALVES=halves,
+                BLOCK_P=block_p,
+                BLOCK_C=block_c,
+                # 16 numbers a lane of u, as many of z; half of that where registers are few.
+                num_warps=16 if arch.has_grf_modes else 8,
+            )
+    return y

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import Runner
+from tests.common.ops import Runner, refusal
+from xpu_ports.common.kernels import compress as module
 from xpu_ports.common.kernels.compress import closed_windows, compress_csa, compress_hca
 
 OPS = {"compress_csa": compress_csa, "compress_hca": compress_hca}
@@ -132,18 +133,105 @@ def test_the_bias_belongs_to_a_place_in_the_window(name: str) -> None:
     torch.testing.assert_close(got[0], x[0, 2::4, (n - 1) * C : n * C])
 
 
-@pytest.mark.op("compress_csa")
-class TestCSA:
+class Shared:
+    """What both ops do on every back end; `name` and the sizes are those of one op."""
+
+    name: str
+    r: int
+    C = 8
+
+    def inputs(self, B: int, T: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        x, bias = inputs(self.name, B, T, self.r, self.C, dtype)
+        return x, bias.float()
+
+    def ring(self, B: int, more: int) -> Tensor:
+        """A ring that nothing was written to."""
+        return ring(self.name, B, self.r, self.C, more).float().fill_(float("nan"))
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("size", [dict(B=1, T=1, r=4, C=8), dict(B=2, T=11, r=4, C=5), dict(B=2, T=0, r=4, C=8)])
+    @pytest.mark.parametrize("size", [dict(B=1, T=1), dict(B=2, T=11), dict(B=2, T=50), dict(B=2, T=0)])
     def test_sizes(self, run: Runner, size: dict, dtype: torch.dtype) -> None:
-        B, T, r, C = size.values()
-        x, bias = inputs("compress_csa", B, T, r, C, dtype)
-        state = torch.randn(B, 11, 4 * C)
-        start = torch.tensor([7, 3])[:B]
-        pool, _ = run(x, bias.float(), state, start, torch.full((B,), T))
-        assert pool.shape == (B, closed_windows(T, r), C)
+        """With all the tokens that go before in the ring, which the many of T go over more than once."""
+        B, T = size.values()
+        x, bias = self.inputs(B, T, dtype)
+        state = torch.randn_like(self.ring(B, 3))
+        pool, _ = run(x, bias, state, torch.tensor([self.r - 1, 3 * self.r])[:B], torch.full((B,), T))
+        assert pool.shape == (B, closed_windows(T, self.r), self.C)
         assert pool.dtype == torch.float32
+
+    @pytest.mark.parametrize("more", [0, 9])
+    def test_every_cut_on_every_back_end(self, run: Runner, more: int) -> None:
+        """Bit by bit, whether reading and writing are one launch or two; what was never written does not matter."""
+        T = 3 * self.r + 1
+        x, bias = self.inputs(2, T)
+
+        def feed(lengths: list[int]) -> Tensor:
+            state, entries, first = self.ring(2, more), [], 0
+            for length in lengths:
+                start, count = torch.full((2,), first), torch.full((2,), length)
+                pool, state = run(x[:, first : first + length], bias, state, start, count)
+                entries.append(pool[:, : (first + length) // self.r - first // self.r])
+                first += length
+            return torch.cat(entries, dim=1)
+
+        whole = feed([T])
+        assert whole.isfinite().all()
+        for cut in {1, self.r - 1, self.r, self.r + 1, T - 1}:
+            assert torch.equal(feed([cut, T - cut]), whole), cut
+        assert torch.equal(feed([T - 3, 1, 1, 1]), whole)
+
+    def test_rows_apart(self, run: Runner) -> None:
+        """Each has its own start and count; what stands behind a row's own tokens is not read."""
+        x, bias = self.inputs(3, 2 * self.r + 1)
+        state = torch.randn_like(self.ring(3, 9))
+        start, count = torch.tensor([0, self.r + 1, 2 * self.r + 3]), torch.tensor([self.r + 2, 2 * self.r + 1, 0])
+        clean, _ = run(x, bias, state, start, count)
+        x[0, self.r + 2 :], x[2] = float("nan"), float("nan")
+        pool, after = run(x, bias, state, start.int(), count.int())
+        assert torch.equal(pool, clean)
+        assert torch.equal(after[2], state[2])
+        assert (pool[2] == 0).all()
+        assert (pool[0, 1:] == 0).all()
+
+    def test_positions_beyond_32_bits_of_a_ring(self, run: Runner) -> None:
+        x, bias = self.inputs(1, 3)
+        state = torch.randn_like(self.ring(1, 9))
+        run(x, bias, state, torch.tensor([2**31 + self.r - 2]), torch.tensor([3]))
+
+    @pytest.mark.filterwarnings("ignore:All-NaN slice")
+    def test_not_a_number_shows_in_its_column(self, run: Runner) -> None:
+        x, bias = self.inputs(1, 2 * self.r)
+        x[0, 1, -1] = float("nan")
+        pool, _ = run(x, bias, self.ring(1, 9), torch.tensor([0]), torch.tensor([2 * self.r]))
+        assert pool[0].isnan().nonzero().tolist() == [[0, self.C - 1]]
+
+    def test_large_scores(self, run: Runner) -> None:
+        """No exponential overflows."""
+        x, bias = self.inputs(1, 2 * self.r)
+        x *= 300
+        run(x, bias, self.ring(1, 9), torch.tensor([0]), torch.tensor([2 * self.r]))
+
+    def test_strides(self, run: Runner) -> None:
+        """Tokens are part of a wider projection, the ring is part of a larger one, starts are every other one."""
+        columns, T = 2 * halves(self.name) * self.C, self.r + 1
+        x = torch.randn(2, 2 * T, columns + 3)[:, 1 : 1 + T, 2 : 2 + columns]
+        _, bias = self.inputs(1, 1)
+        state = torch.randn(4, halves(self.name) * self.r + 9, columns + 5)[::2, :, :columns]
+        run(x, bias, state, torch.tensor([3, 0, 9, 0])[::2], torch.tensor([T, 0, T - 1, 0])[::2])
+
+
+@pytest.mark.op("compress_csa")
+class TestCSA(Shared):
+    name, r = "compress_csa", 4
+
+    def test_columns_that_are_no_power_of_two(self, run: Runner) -> None:
+        x, bias = inputs("compress_csa", 2, 11, 5, 5)
+        state = torch.randn(2, 13, 20)
+        run(x.float(), bias.float(), state, torch.tensor([7, 3]), torch.tensor([11, 9]))
+
+    def test_the_sizes_of_models(self, run: Runner) -> None:
+        x, bias = inputs("compress_csa", 1, 9, 4, 512)
+        run(x.float(), bias.float(), torch.randn(1, 40, 2048), torch.tensor([7]), torch.tensor([9]))
 
     def test_the_first_window_has_none_before_it(self) -> None:
         x, bias = inputs("compress_csa", 1, 4, 4, 2)
@@ -153,12 +241,79 @@ class TestCSA:
 
 
 @pytest.mark.op("compress_hca")
-class TestHCA:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("size", [dict(B=1, T=1, r=16, C=8), dict(B=2, T=50, r=16, C=5), dict(B=2, T=0, r=4, C=8)])
-    def test_sizes(self, run: Runner, size: dict, dtype: torch.dtype) -> None:
-        B, T, r, C = size.values()
-        x, bias = inputs("compress_hca", B, T, r, C, dtype)
-        state = torch.randn(B, 19, 2 * C)
-        pool, _ = run(x, bias.float(), state, torch.tensor([15, 3])[:B], torch.full((B,), T))
-        assert pool.shape == (B, closed_windows(T, r), C)
+class TestHCA(Shared):
+    name, r = "compress_hca", 16
+
+    def test_the_sizes_of_models(self, run: Runner) -> None:
+        x, bias = inputs("compress_hca", 1, 3, 128, 512)
+        run(x.float(), bias.float(), torch.randn(1, 160, 1024), torch.tensor([254]), torch.tensor([3]))
+
+
+@pytest.mark.parametrize(("name", "more", "T", "launches"), [
+    ("compress_csa", 9, 10, 1), ("compress_csa", 9, 11, 2), ("compress_csa", 0, 1, 1), ("compress_csa", 0, 2, 2),
+    ("compress_hca", 9, 10, 1), ("compress_hca", 9, 11, 2), ("compress_hca", 0, 1, 1), ("compress_hca", 0, 2, 2),
+])  # fmt: skip
+def test_launches(name: str, more: int, T: int, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One where no token that is written lies a ring behind one that may be read; a single token always."""
+    x, bias = inputs(name, 1, T, 4, 2)
+    kernels = Launches()
+    monkeypatch.setattr(module, "_compress_kernel", kernels)
+    module._compress(x, bias, ring(name, 1, 4, 2, more), torch.tensor([0]), torch.tensor([T]), halves(name))
+    assert len(kernels.grids) == launches
+    assert sum(grid[0] for grid in kernels.grids) == closed_windows(T, 4) + min(T, halves(name) * 4 + more)
+    # As far back as a token may be read, for any start; as far on as one may be written.
+    written = {t % (halves(name) * 4 + more) for t in range(100, 100 + T)}
+    read = {t % (halves(name) * 4 + more) for t in range(100 - halves(name) * 4 + 1, 100)}
+    assert (launches == 1) == (not written & read)
+
+
+class Launches:
+    """Stands in for a kernel, and notes the grids."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.grids.append(grid)
+        return lambda *args, **constants: None
+
+
+def good(name: str) -> dict[str, Tensor]:
+    x, bias = inputs(name, 2, 3, 4, 8)
+    state, rows = ring(name, 2, 4, 8).float(), torch.tensor([1, 2])
+    return dict(x=x.float(), bias=bias.float(), state=state, start=rows, count=rows)
+
+
+REFUSED = {
+    "dimensions": (dict(x=torch.zeros(3, 32)), "do not go together"),
+    "batch": (dict(state=torch.zeros(1, 11, 32)), "do not go together"),
+    "columns": (dict(x=torch.zeros(2, 3, 31)), "columns, not 2 n, n and 2 n"),
+    "state columns": (dict(state=torch.zeros(2, 11, 30)), "columns, not 2 n, n and 2 n"),
+    "fp64": (dict(x=good("compress_csa")["x"].double()), "x has dtype torch.float64"),
+    "fp64 state": (dict(state=good("compress_csa")["state"].double()), "state has dtype torch.float64"),
+    "stride": (dict(x=torch.zeros(2, 32, 3).mT), "the last dimension of x has stride 3"),
+    "long": (dict(bias=torch.zeros(129, 16), state=torch.zeros(2, 300, 32)), "258 tokens to average, not 1 to 256"),
+    "ring": (dict(state=torch.zeros(2, 7, 32)), "a ring of 7 tokens does not hold 8"),
+    "start": (dict(start=torch.tensor([1])), "start has shape (1,)"),
+    "count": (dict(count=torch.tensor([1.0, 2.0])), "dtype torch.float32, not (2,), int32 or int64"),
+    "gradient": (dict(x=good("compress_csa")["x"].requires_grad_()), "no backward"),
+}
+
+
+@pytest.mark.parametrize(("changed", "why"), REFUSED.values(), ids=REFUSED)
+def test_refusals(changed: dict, why: str) -> None:
+    assert refusal(compress_csa, **good("compress_csa")) == refusal(compress_hca, **good("compress_hca")) == ""
+    assert why in refusal(compress_csa, **good("compress_csa") | changed)
+
+
+def test_columns_that_are_no_halves() -> None:
+    given = dict(x=torch.zeros(2, 3, 6), bias=torch.zeros(4, 3), state=torch.zeros(2, 9, 6))
+    assert "columns, not 2 n" in refusal(compress_csa, **good("compress_csa") | given)
+    assert refusal(compress_hca, **good("compress_hca") | given) == ""
+
+
+def test_refusal_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AVAILABLE", False)
+    monkeypatch.setattr(module, "WHY_NOT", "Triton cannot be imported: no module")
+    for name, op in OPS.items():
+        assert "no module" in refusal(op, **good(name))
