@@ -29,6 +29,7 @@ class Unfilled(Draw):
 # What has no plan on an architecture or for a dtype, and why.
 WITHOUT_PLAN: dict[tuple[str, str | torch.dtype], str] = {
     ("mla_decode", torch.float32): "which matrix units take",
+    ("indexer_scores", torch.float32): "which matrix units take",
 }
 SIZES = [
     (case, size)
