@@ -129,4 +129,9 @@ def inverse_rope_grouped_out(o: Tensor, cos: Tensor, sin: Tensor, weight: Tensor
     turned = rotate(wide, cos.to(wide.dtype)[:, :, None], -sin.to(wide.dtype)[:, :, None]).to(o.dtype)
     x = turned.reshape(B * T, groups, width).transpose(0, 1)  # [G, B T, H K / G]
     y = x @ weight.unflatten(0, (groups, -1)).mT  # [G, B T, R]
-    return y.transpose(0, 1).reshape(B, T, -1)
+    return y.transpose(0, 1).reshape(B, T, weight.shape[0])
+
+
+# Registers the kernels.
+from xpu_ports.common.kernels.mla_rope import out as _out  # noqa: E402, F401
+from xpu_ports.common.kernels.mla_rope import triton as _triton  # noqa: E402, F401
