@@ -36,17 +36,29 @@ class _Inert:
         return self
 
 
-def _repair_bf16_dot() -> None:
-    """Make the interpreter's tl.dot widen bf16 operands: up to 3.9 it multiplies the integers that hold their bits."""
-    from triton.runtime.interpreter import InterpreterBuilder
+def _repair_bf16() -> None:
+    """Make the interpreter multiply bf16: up to 3.9 it multiplies the integers that hold their bits."""
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    create_dot = InterpreterBuilder.create_dot
+    create_dot, create_fmul = InterpreterBuilder.create_dot, InterpreterBuilder.create_fmul
 
-    def widened(self: Any, a: Any, b: Any, *args: Any) -> Any:
+    def dot(self: Any, a: Any, b: Any, *args: Any) -> Any:
         a, b = (self.cast_impl(t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
         return create_dot(self, a, b, *args)
 
-    InterpreterBuilder.create_dot = widened
+    def fmul(self: Any, a: Any, b: Any) -> Any:
+        if a.dtype.scalar != tl.bfloat16:
+            return create_fmul(self, a, b)
+        # To the nearest, where its casts round down.
+        wide = [(np.atleast_1d(t.data).astype(np.uint32) << 16).view(np.float32) for t in (a, b)]
+        product = wide[0] * wide[1]
+        bits = product.view(np.uint32)
+        rounded = np.where(np.isnan(product), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+        return TensorHandle(rounded.astype(np.uint16), a.dtype.scalar)
+
+    InterpreterBuilder.create_dot = dot
+    InterpreterBuilder.create_fmul = fmul
 
 
 try:
@@ -64,7 +76,7 @@ except ImportError as error:
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     dispatch.EMULATED_ON_CPU.add("triton")
-    _repair_bf16_dot()
+    _repair_bf16()
 
 
 class Kernel:
