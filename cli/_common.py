@@ -227,21 +227,30 @@ def load(
         UserError: the checkpoint is not one that can be run.
         ValueError, OSError: a file of it is missing, damaged, or holds what the model does not expect.
     """
-    from xpu_ports.common.configuration import find_config, read_config
-
     quiet_libraries(verbose)
     checkpoint = str(Path(checkpoint).expanduser())
-    try:
-        config = find_config(checkpoint)
-    except OSError as error:
-        # Only a name on the Hub gets here: a folder without the file has been refused before.
-        raise UserError(f"{checkpoint}: no such folder, and the Hub does not give it: {error}") from error
-    model_type = check_model_type(read_config(config).get("model_type"), config)
+    model_type = model_type_of(checkpoint)
     model = port(model_type).from_pretrained(checkpoint, dtype=dtype.value, device_map={"": device})
     stray = {p.device.type for p in model.parameters()} - {device.type}
     if stray:
         raise UserError(f"{checkpoint}: asked for {device}, but weights are on {', '.join(sorted(stray))}")
     return model.eval(), _load_tokenizer(checkpoint)
+
+
+def model_type_of(checkpoint: str) -> str:
+    """The model type of a language model, which the Hub is asked for where there is no such folder.
+
+    Raises:
+        UserError: there is no such checkpoint, or no port of it.
+    """
+    from xpu_ports.common.configuration import find_config, read_config
+
+    try:
+        config = find_config(checkpoint)
+    except OSError as error:
+        # Only a name on the Hub gets here: a folder without the file has been refused before.
+        raise UserError(f"{checkpoint}: no such folder, and the Hub does not give it: {error}") from error
+    return check_model_type(read_config(config).get("model_type"), config)
 
 
 def port(model_type: str) -> type[PreTrainedModel]:

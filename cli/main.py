@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from xpu_ports.cli._common import UserError
+from xpu_ports.cli.accuracy import accuracy
 from xpu_ports.cli.bench import app as bench
 from xpu_ports.cli.convert import convert
 from xpu_ports.cli.doctor import doctor
@@ -33,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, image, explain, warmup, tune, convert, doctor):
+for command in (generate, image, explain, accuracy, warmup, tune, convert, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -7,12 +7,13 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from xpu_ports.common.conversion import Fuse, Rename, Split, pattern
 from xpu_ports.common.weights import tied_groups
-from xpu_ports.quant.mxfp4.format import BLOCK, SCALE_RULES
+from xpu_ports.quant.mxfp4.format import BLOCK, SCALE_RULES, dequantize, quantize
 from xpu_ports.quant.mxfp4.linear import ACTIVATIONS, EXPERTS, MXFP4Experts, MXFP4Linear
 from xpu_ports.quant.mxfp4.packing import Unit, pack, units
 from xpu_ports.quant.mxfp4.quantizer import MXFP4Config, MXFP4Quantizer
@@ -65,6 +66,38 @@ def quantize_model(
     Raises:
         ValueError: it is quantized already, an argument is unknown, or a layer's width is not a multiple of 32.
     """
+    chosen, config = _choose(model, activations, scale_rule, ignore)
+    pack(model, chosen, functools.partial(_packed, {}, scale_rule))
+    _mark(model, config)
+    return model
+
+
+@torch.no_grad()
+def round_weights(model: PreTrainedModel, scale_rule: str = "even", ignore: Sequence[str] = ()) -> PreTrainedModel:
+    """Give a dense model the values that `quantize_model` would pack: what its packed layers must compute with.
+
+    Args:
+        model: changed in place; not quantized yet.
+        scale_rule, ignore: as `quantize_model` takes them.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: as there.
+    """
+    chosen, _ = _choose(model, None, scale_rule, ignore)
+    # By identity: layers may share their weight.
+    weights = {id(w): w for u in units(model) if u.name in chosen for w in map(model.get_parameter, u.keys)}
+    for weight in weights.values():
+        weight.copy_(dequantize(*quantize(weight, scale_rule), weight.dtype))
+    return model
+
+
+def _choose(
+    model: PreTrainedModel, activations: str | None, scale_rule: str, ignore: Sequence[str]
+) -> tuple[dict[str, Group], dict[str, Any]]:
+    """The units to pack, and the config that says so; raises as `quantize_model`."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         raise ValueError(f"the model is quantized already: {quantizer.quantization_config}")
@@ -84,9 +117,7 @@ def quantize_model(
         if group is not None:
             _check_width(model, unit)
             chosen[unit.name] = group
-    pack(model, chosen, functools.partial(_packed, {}, scale_rule))
-    _mark(model, config)
-    return model
+    return chosen, config
 
 
 def _check_width(model: PreTrainedModel, unit: Unit) -> None:

@@ -1,0 +1,31 @@
+"""What Kimi Linear needs beside its weights, from the config alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def cache_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the cache of `batch` sequences of `tokens` tokens: latents, windows, states."""
+    H, K = config.linear_num_heads, config.linear_head_dim
+    window = 3 * H * K * config.linear_conv_kernel_dim * dtype.itemsize
+    state = H * K * K * torch.float32.itemsize
+    row = (config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize
+    linear = config.layer_types.count("linear_attention")
+    full = len(config.layer_types) - linear
+    return batch * (linear * (window + state) + full * tokens * row)
+
+
+def activation_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
+    """About what is alive at once in the widest layer while `tokens` tokens of `batch` sequences are read."""
+    D, HK = config.hidden_size, config.linear_num_heads * config.linear_head_dim
+    # The two streams; q, k and v, convolved, the gates in fp32, what the chunks make of them, the output.
+    delta = 2 * D + 2 * 3 * HK + 2 * HK + 4 * HK + 2 * HK
+    head = config.qk_nope_head_dim + config.qk_rope_head_dim
+    latent = 2 * D + config.num_attention_heads * (3 * head + 2 * config.v_head_dim)
+    # Tokens gathered by expert, gate and up, their product, the output.
+    experts = 3 * D + config.num_experts_per_tok * (2 * D + 3 * config.moe_intermediate_size)
+    mlp = 3 * D + 3 * config.intermediate_size
+    return batch * tokens * max(delta, latent, experts, mlp) * dtype.itemsize

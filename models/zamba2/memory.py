@@ -1,0 +1,30 @@
+"""What Zamba2 needs beside its weights, from the config alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def cache_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the cache of `batch` sequences of `tokens` tokens: keys and values, windows, states."""
+    inner = int(config.mamba_expand * config.hidden_size)
+    window = (inner + 2 * config.mamba_ngroups * config.mamba_d_state) * config.mamba_d_conv * dtype.itemsize
+    state = config.n_mamba_heads * config.mamba_headdim * config.mamba_d_state * torch.float32.itemsize
+    row = 2 * config.num_key_value_heads * config.attention_head_dim * dtype.itemsize
+    places = len(config.hybrid_layer_ids)
+    return batch * (config.num_hidden_layers * (window + state) + places * tokens * row)
+
+
+def activation_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
+    """About what is alive at once in the widest layer while `tokens` tokens of `batch` sequences are read."""
+    D, inner = config.hidden_size, int(config.mamba_expand * config.hidden_size)
+    convolved = inner + 2 * config.mamba_ngroups * config.mamba_d_state
+    # Embeddings, stream and what is to be added; then the projection, the convolution, the scan, the gated norm.
+    mamba = 3 * D + (inner + convolved + config.n_mamba_heads) + convolved + 2 * inner
+    attention = 3 * D + config.attention_hidden_size * 5
+    mlp = 3 * D + D + 3 * config.intermediate_size
+    states = -(-tokens // config.chunk_size) * config.n_mamba_heads * config.mamba_headdim * config.mamba_d_state
+    widest = max(tokens * width * dtype.itemsize for width in (mamba, attention, mlp))
+    return batch * (widest + states * torch.float32.itemsize)
