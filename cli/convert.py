@@ -43,14 +43,19 @@ class ScaleRule(enum.StrEnum):
     RCEIL = "rceil"
 
 
-SourceArgument = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of the checkpoint.", show_default=False)]
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(metavar="SRC", help="Folder of the checkpoint; of FLUX.2 a single file too.", show_default=False),
+]
 TargetArgument = Annotated[
     Path, typer.Argument(metavar="DST", help="Folder to make, or an empty one.", show_default=False)
 ]
 ToOption = Annotated[To | None, typer.Option("--to", help="What the weights become.", show_default=False)]
 LayoutOption = Annotated[
     Layout | None,
-    typer.Option("--layout", help="Or: whose names they get, transformers' or the published.", show_default=False),
+    typer.Option(
+        "--layout", help="Or: whose names they get, transformers' (diffusers') or the published.", show_default=False
+    ),
 ]
 ActivationsOption = Annotated[
     Activations, typer.Option("--activations", help="What layers round their input to: mxfp4 makes W4A4.")
@@ -61,7 +66,8 @@ IgnoreOption = Annotated[
     typer.Option(
         "--ignore",
         metavar="NAME|re:PATTERN",
-        help="A layer that is not quantized, as compressed-tensors means it; repeatable.",
+        help="A layer that is not quantized, as compressed-tensors means it; repeatable. Left out, FLUX.2's embeddings "
+        "and last layers are not.",
         show_default=False,
     ),
 ]
@@ -99,6 +105,9 @@ def convert(
 
     Reads safetensors of any size in little memory: bf16, fp16 and fp32, and MXFP4 as compressed-tensors, gpt-oss,
     Quark, ModelOpt and DeepSeek-V4 (with its FP8) have it. A conversion that is stopped leaves no half file.
+
+    Of FLUX.2 the transformer is converted: in a pipeline's folder, whose other parts are copied, by itself, or in a
+    single file with Black Forest Labs' names, which --layout official makes.
     """
     if (to is None) == (layout is None):
         raise _common.UserError("say what to make: --to mxfp4, --to bf16, --layout hf or --layout official")
@@ -108,9 +117,8 @@ def convert(
     _common.quiet_libraries(verbose)
 
     from xpu_ports.quant.convert import writer
-    from xpu_ports.quant.convert.formats import read_source
 
-    source = read_source(src, fix_scales)
+    source = _read(src, fix_scales)
     if layout is not None:
         plan = _plan_layout(source, layout)
     else:
@@ -137,16 +145,44 @@ def _only_for_mxfp4(activations: Activations, scale_rule: ScaleRule, ignore: lis
 
 
 def _check_source(src: Path) -> None:
-    if not src.is_dir():
+    if not src.is_dir() and not _is_weights(src):
         hint = f"; `hf download {src}` fetches it first" if _common.may_be_on_hub(str(src)) else ""
         what = "a file, expected the folder with config.json and the weights" if src.exists() else "no such folder"
         raise _common.UserError(f"{src}: {what}{hint}")
+
+
+def _is_weights(src: Path) -> bool:
+    return src.is_file() and src.suffix == ".safetensors"
+
+
+def _read(src: Path, fix_scales: bool) -> Source:
+    from xpu_ports.quant.convert.formats import read_source
+
+    if _is_weights(src):
+        return _flux2().read_single_file(src)
+    if (src / "model_index.json").is_file():
+        return read_source(src, fix_scales, _flux2().PART)
+    return read_source(src, fix_scales)
+
+
+def _flux2() -> Any:
+    """FLUX.2's side of a conversion, which diffusers is needed for."""
+    try:
+        return importlib.import_module("xpu_ports.models.flux2.conversion")
+    except ImportError as error:
+        raise _common.UserError(str(error)) from error
+
+
+def _is_of_diffusers(source: Source) -> bool:
+    return "_class_name" in source.config
 
 
 def _port(source: Source) -> Any:
     """The port's class of a checkpoint's architecture; None where there is none."""
     from xpu_ports import models
 
+    if _is_of_diffusers(source):
+        return _flux2().port(source)
     model_type = str(source.config.get("model_type"))
     _, classes = models.PORTS.get(model_type, ("", {}))
     named = source.config.get("architectures") or ()
@@ -157,10 +193,14 @@ def _port(source: Source) -> Any:
 def _plan(source: Source, to: To | None, activations: Activations, scale_rule: ScaleRule, ignore: list[str]) -> Plan:
     from xpu_ports.quant.convert.plan import ToMXFP4, plan_bf16, plan_mxfp4
 
+    port = _port(source)
+    if _is_of_diffusers(source):
+        source = _flux2().checked(source)
+        ignore = ignore or _flux2().DENSE
     if to == To.BF16:
-        return plan_bf16(source, _port(source))
+        return plan_bf16(source, port)
     asked = None if activations == Activations.NONE else activations.value
-    return plan_mxfp4(source, ToMXFP4(asked, scale_rule.value, tuple(ignore)), _port(source))
+    return plan_mxfp4(source, ToMXFP4(asked, scale_rule.value, tuple(ignore)), port)
 
 
 def _plan_layout(source: Source, layout: Layout) -> Plan:
@@ -169,6 +209,8 @@ def _plan_layout(source: Source, layout: Layout) -> Plan:
     from xpu_ports.quant.convert import model
     from xpu_ports.quant.convert.layouts import plan_layout
 
+    if _is_of_diffusers(source):
+        return _flux2().plan_layout(source, layout.value)
     model_type = source.config.get("model_type")
     rules = None
     if model_type in models.PORTS:
@@ -212,7 +254,7 @@ def _show(job: Job) -> None:
     print(
         f"{job.plan.source.format}, {len(job.plan.source.found)} tensors, {_size(before)} -> {len(rows)} conversions, "
         f"{_size(after)} in {len(job.shards)} {'file' if len(job.shards) == 1 else 'files'}; "
-        f"copied besides: {', '.join(path.name for path in job.copied) or 'nothing'}; "
+        f"copied besides: {', '.join(job.copied) or 'nothing'}; "
         f"{_size(free_bytes(job.target))} free for {_size(job.size)}. Nothing was written."
     )
 

@@ -67,6 +67,11 @@ class Rename:
 
 
 @dataclass(frozen=True)
+class Swap(Rename):
+    """A `Rename` of a tensor whose halves along dimension 0 stand in the other order; transformers' loader has none."""
+
+
+@dataclass(frozen=True)
 class Fuse:
     """Several tensors of the file make one of the model, concatenated along `dim` in the order given.
 
@@ -139,7 +144,8 @@ def _check_names(parts: Sequence[str], whole: str, stack: str | None = None) -> 
 
 
 def weight_transforms(rules: Sequence[Rule]) -> list[WeightTransform]:
-    """The rules as transformers' loader and `save_pretrained` take them."""
+    """The rules as transformers' loader and `save_pretrained` take them; a `Swap` is none of those."""
+    assert not any(isinstance(rule, Swap) for rule in rules)
     transforms: list[WeightTransform] = []
     renames = tuple(rule for rule in rules if isinstance(rule, Rename))
     if renames:

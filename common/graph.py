@@ -1,9 +1,12 @@
-"""Decode steps captured once as a device graph and replayed: one launch a token instead of hundreds.
+"""Steps captured once as a device graph and replayed: one launch a token, or a step of a picture, instead of hundreds.
 
 `@captured_decode` on a model's forward does it without the caller asking: a call with one new token a row and a
 cache is replayed from a graph, everything else runs as written. A graph owns static buffers for its inputs and for
 the cache's keys, values and states; the cache of the call is bound to them, and released (copied out) when another
 cache needs the graph, when it outgrows it, or when it is changed in a way that a graph cannot follow.
+
+`@captured_step` is for a method that is a function of tensors alone, such as a step of diffusion: from the second call
+with tensors of the same shapes on it is replayed, its arguments copied into static buffers.
 
 CUDA has `torch.cuda.CUDAGraph`; XPU is used where the installed torch has `torch.xpu.XPUGraph`. Where a step is not
 captured, `explain()` says why.
@@ -32,11 +35,15 @@ from transformers.cache_utils import (
 from xpu_ports.common import dispatch
 
 SUBJECT = "decode step"
+STEP = "step"
 # Keys that a graph has room for beyond those it starts with, and the fewest that it is built for.
 ROOM = 128
 SMALLEST = 256
 # Graphs kept for a model: each holds a cache's memory.
 KEPT = 4
+# The same of `captured_step`, each of which holds the memory of a whole step; and how many shapes are remembered.
+KEPT_STEPS = 2
+REMEMBERED = 16
 _ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep", "return_dict"}
 
 _enabled: contextvars.ContextVar[bool] = contextvars.ContextVar("graphs_enabled", default=True)
@@ -44,7 +51,7 @@ _enabled: contextvars.ContextVar[bool] = contextvars.ContextVar("graphs_enabled"
 
 @contextlib.contextmanager
 def use_graphs(enabled: bool) -> Iterator[None]:
-    """Turn the capture of decode steps off, or on again, inside a `with` block."""
+    """Turn the capture of steps off, or on again, inside a `with` block."""
     token = _enabled.set(enabled)
     try:
         yield
@@ -66,7 +73,7 @@ def borrowed_logits() -> Iterator[None]:
 
 
 def enabled() -> bool:
-    """Whether decode steps may be captured here: not inside `use_graphs(False)`."""
+    """Whether steps may be captured here: not inside `use_graphs(False)`."""
     return _enabled.get()
 
 
@@ -79,8 +86,8 @@ def graph_class(device: torch.device) -> type | None:
     return None
 
 
-def capture(device: torch.device, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Run `step` until it is warm, then capture it.
+def capture(device: torch.device, step: Callable[[], Tensor], warm: bool = False) -> tuple[Callable[[], None], Tensor]:
+    """Run `step` until it is warm, unless it is, then capture it.
 
     Returns:
         (replay, output): a call of `replay()` runs the step again and leaves its result in `output`.
@@ -89,7 +96,7 @@ def capture(device: torch.device, step: Callable[[], Tensor]) -> tuple[Callable[
     stream = module.Stream(device)
     stream.wait_stream(module.current_stream(device))
     with module.stream(stream):
-        for _ in range(2):
+        for _ in range(0 if warm else 2):
             step()
     module.current_stream(device).wait_stream(stream)
     graph = graph_class(device)()  # type: ignore[misc]
@@ -211,30 +218,97 @@ BOUND = {
 }
 
 
-class DecodeGraph:
-    """One captured decode step: for a model, a batch size and room for `capacity` keys."""
+class CacheGraph:
+    """One captured decode step: for a model, a batch size and room for `capacity` tokens of a cache of one class."""
 
-    def __init__(self, forward: Callable[..., Any], model: Any, cache: Cache, batch: int, capacity: int) -> None:
+    def __init__(self, forward: Callable[..., Any], model: Any, cache: Any, batch: int, capacity: int) -> None:
         """Build buffers like `cache`'s and capture the step on them; `cache` itself is only read."""
         self.model = weakref.ref(model)
         self.capacity = capacity
+        self.bound: weakref.ref[Any] | None = None
+        self.fingerprint = fingerprint(model)
+        with torch.inference_mode(False), torch.no_grad():
+            self.input_ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+            self._allocate(model, cache)
+            self.replay, self.logits = capture(model.device, lambda: self._step(forward, model))
+
+    @staticmethod
+    def refuses(model: Any, cache: Any) -> str | None:
+        """Why steps of this model on this cache cannot be captured by this class, or None."""
+        raise NotImplementedError
+
+    @staticmethod
+    def holder(cache: Any) -> CacheGraph | None:
+        """The graph that a cache is bound to, if any."""
+        raise NotImplementedError
+
+    @staticmethod
+    def kind(cache: Any) -> tuple:
+        """What of a cache a graph is made for, beside its batch size and its length."""
+        return ()
+
+    def _allocate(self, model: Any, cache: Any) -> None:
+        raise NotImplementedError
+
+    def _step(self, forward: Callable[..., Any], model: Any) -> Tensor:
+        """The work of one token, on the buffers alone; gives the logits."""
+        raise NotImplementedError
+
+    def run(self, cache: Any, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        """One step of `cache`, which has room here; binds it first if it is not bound.
+
+        Args:
+            mask: [B, tokens] or None, nonzero where a token counts.
+            position_ids: [B, 1]; counted on from the step before, or from the mask or the cache, where None.
+
+        Returns:
+            The logits, [B, 1, vocabulary]: a copy, or inside `borrowed_logits()` what the next step overwrites.
+        """
+        raise NotImplementedError
+
+    def bind(self, cache: Any) -> None:
+        """Copy a cache into the buffers and make it a view of them; the one bound before is copied out."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give the bound cache, if it is still alive, copies of what the buffers hold."""
+        raise NotImplementedError
+
+    def lent(self) -> Tensor:
+        """The logits of the step before, as `run` gives them."""
+        return self.logits if _borrowed.get() else self.logits.clone()
+
+
+class DecodeGraph(CacheGraph):
+    """Steps on transformers' `DynamicCache`."""
+
+    @staticmethod
+    def refuses(model: Any, cache: Any) -> str | None:
+        if type(cache) is not DynamicCache or cache.offloading:
+            return f"the cache is a {type(cache).__name__}"
+        if any(type(layer) not in BOUND and not isinstance(layer, _Bound) for layer in cache.layers):
+            return "the cache has layers of other kinds"
+        if model.config._attn_implementation != "sdpa":
+            return f"attention is {model.config._attn_implementation}"
+        return None
+
+    @staticmethod
+    def holder(cache: Any) -> CacheGraph | None:
+        return next((layer.binding for layer in cache.layers if isinstance(layer, _Bound)), None)
+
+    def _allocate(self, model: Any, cache: Any) -> None:
+        batch, device = self.input_ids.shape[0], model.device
         self.stepping = False
         # Whether the positions in the buffer are those of the next step already.
         self.counting = False
-        self.bound: weakref.ref[Cache] | None = None
         self.released: list[Any] = []
         self._original: list[type] = []
-        self.fingerprint = fingerprint(model)
-        device = model.device
-        with torch.inference_mode(False), torch.no_grad():
-            self.length = Length(device)
-            self.input_ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
-            self.position_ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
-            self.mask = torch.ones(batch, capacity, dtype=torch.bool, device=device)
-            self.layers = [self._buffers(layer) for layer in cache.layers]
-            self._cache = Cache(layers=list(self.layers))
-            self._columns = torch.arange(capacity, device=device)
-            self.replay, self.logits = capture(device, lambda: self._step(forward, model))
+        self.length = Length(device)
+        self.position_ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        self.mask = torch.ones(batch, self.capacity, dtype=torch.bool, device=device)
+        self.layers = [self._buffers(layer) for layer in cache.layers]
+        self._cache = Cache(layers=list(self.layers))
+        self._columns = torch.arange(self.capacity, device=device)
 
     def _buffers(self, layer: Any) -> Any:
         """An empty bound layer with static buffers of the layer's shapes."""
@@ -260,7 +334,6 @@ class DecodeGraph:
         return bound
 
     def _step(self, forward: Callable[..., Any], model: Any) -> Tensor:
-        """The work of one token, on the buffers alone."""
         seen = self.mask & (self._columns <= self.length.device)  # [B, capacity]
         masks = {
             "full_attention": seen[:, None, None],
@@ -283,16 +356,7 @@ class DecodeGraph:
         self.position_ids.add_(1)
         return outputs.logits
 
-    def run(self, cache: Cache, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
-        """One step of `cache`, which has room here; binds it first if it is not bound.
-
-        Args:
-            mask: [B, tokens] or None, nonzero where a token counts.
-            position_ids: [B, 1]; counted on from the step before, or from the mask or the cache, where None.
-
-        Returns:
-            The logits, [B, 1, vocabulary]: a copy, or inside `borrowed_logits()` what the next step overwrites.
-        """
+    def run(self, cache: Any, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
         if self.bound is None or self.bound() is not cache:
             self.bind(cache)
         self.input_ids.copy_(input_ids)
@@ -305,10 +369,9 @@ class DecodeGraph:
         self.counting = position_ids is None
         self.replay()
         self.length.host += 1
-        return self.logits if _borrowed.get() else self.logits.clone()
+        return self.lent()
 
-    def bind(self, cache: Cache) -> None:
-        """Copy a cache into the buffers and make its layers views of them; the one bound before is copied out."""
+    def bind(self, cache: Any) -> None:
         self.release()
         length = cache.get_seq_length()
         for bound, layer in zip(self.layers, cache.layers, strict=True):
@@ -329,7 +392,6 @@ class DecodeGraph:
         self.counting = False
 
     def release(self) -> None:
-        """Give the bound cache, if it is still alive, plain layers with copies of what the buffers hold."""
         cache = None if self.bound is None else self.bound()
         self.bound = None
         if cache is None:
@@ -359,20 +421,14 @@ def fingerprint(model: torch.nn.Module) -> tuple:
     return tuple(p.data_ptr() for p in model.parameters()), sum(1 for _ in model.modules())
 
 
-def refuses(model: Any, cache: Cache, hooks: bool) -> str | None:
-    """Why this model's steps on this cache cannot be captured, or None.
+def refuses(model: Any, hooks: bool) -> str | None:
+    """Why this model's steps cannot be captured, whatever the cache is, or None.
 
     Args:
         hooks: also look for hooks on modules, which takes a walk over them.
     """
     if graph_class(model.device) is None:
         return f"this torch has no graphs on {model.device.type}"
-    if type(cache) is not DynamicCache or cache.offloading:
-        return f"the cache is a {type(cache).__name__}"
-    if any(type(layer) not in BOUND and not isinstance(layer, _Bound) for layer in cache.layers):
-        return "the cache has layers of other kinds"
-    if model.config._attn_implementation != "sdpa":
-        return f"attention is {model.config._attn_implementation}"
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1 or devices & {"cpu", "disk"}:
         return "the model is spread over devices"
@@ -393,18 +449,25 @@ def _has_hooks(module: torch.nn.Module) -> bool:
     return any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks)
 
 
-def captured_decode(forward: Callable[..., Any]) -> Callable[..., Any]:
+def captured_decode(forward: Callable[..., Any] | None = None, *, steps: type[CacheGraph] = DecodeGraph) -> Any:
     """Replay a model's forward from a graph when it gets one new token a row and a cache; see the module's text.
 
-    The forward takes transformers' arguments and, as `attention_mask`, also a mapping with "full_attention" (bool,
-    [B, 1, 1, keys], True where a key counts) and "linear_attention" ([B, 1], nonzero where the token counts).
+    With transformers' `DynamicCache` the forward takes transformers' arguments and, as `attention_mask`, also a
+    mapping with "full_attention" (bool, [B, 1, 1, keys], True where a key counts) and "linear_attention" ([B, 1],
+    nonzero where the token counts).
+
+    Args:
+        forward: the model's.
+        steps: the class of its graphs, where the model has a cache of its own.
     """
+    if forward is None:
+        return functools.partial(captured_decode, steps=steps)
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _is_decode_step(self, args, kwargs):
             return forward(self, *args, **kwargs)
-        graph = _graph_for(forward, self, kwargs)
+        graph = _graph_for(steps, forward, self, kwargs)
         if graph is None:
             return forward(self, *args, **kwargs)
         return _replay(graph, kwargs)
@@ -426,38 +489,41 @@ def _is_decode_step(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     return kwargs.get("use_cache") is not False and isinstance(cache, Cache) and cache.get_seq_length() > 0
 
 
-def _graph_for(forward: Callable[..., Any], model: Any, kwargs: dict[str, Any]) -> DecodeGraph | None:
+def _graph_for(
+    steps: type[CacheGraph], forward: Callable[..., Any], model: Any, kwargs: dict[str, Any]
+) -> CacheGraph | None:
     cache = kwargs["cache"]
     batch, length = kwargs["input_ids"].shape[0], cache.get_seq_length()
-    bound = next((layer.binding for layer in cache.layers if isinstance(layer, _Bound)), None)
-    graphs: OrderedDict[tuple, DecodeGraph] = model.__dict__.setdefault("_decode_graphs", OrderedDict())
-    reason = refuses(model, cache, hooks=bound is None) or _refuses_mask(kwargs.get("attention_mask"))
+    graphs: OrderedDict[tuple, CacheGraph] = model.__dict__.setdefault("_decode_graphs", OrderedDict())
+    reason = _refuses_mask(kwargs.get("attention_mask")) or refuses(model, hooks=False) or steps.refuses(model, cache)
+    bound = steps.holder(cache)
     if reason is None and bound is not None and length < bound.capacity and bound.model() is model:
-        key = (batch, bound.capacity, *_circumstances(model))
+        key = (batch, bound.capacity, *steps.kind(cache), *circumstances(model))
         if graphs.get(key) is bound:
             dispatch.record(SUBJECT, "graph", model.device.type, f"batch {batch}, {bound.capacity} keys")
             return bound
     if bound is not None:
         bound.release()
-        reason = reason or refuses(model, cache, hooks=True)  # not looked for while it was bound
+    # Hooks are not looked for while a cache is bound.
+    reason = reason or refuses(model, hooks=True)
     if reason is not None:
         dispatch.record(SUBJECT, "eager", model.device.type, reason)
         return None
-    graph = _find_or_build(forward, model, cache, batch, length, graphs)
+    capacity = max(SMALLEST, 1 << (length + ROOM - 1).bit_length())
+    key = (batch, capacity, *steps.kind(cache), *circumstances(model))
+    graph = kept(model, key, lambda: steps(forward, model, cache, batch, capacity))
     dispatch.record(SUBJECT, "graph", model.device.type, f"batch {batch}, {graph.capacity} keys")
     return graph
 
 
-def _find_or_build(
-    forward: Callable[..., Any],
-    model: Any,
-    cache: Cache,
-    batch: int,
-    length: int,
-    graphs: OrderedDict[tuple, DecodeGraph],
-) -> DecodeGraph:
-    capacity = max(SMALLEST, 1 << (length + ROOM - 1).bit_length())
-    key = (batch, capacity, *_circumstances(model))
+def kept(model: Any, key: tuple, build: Callable[[], Any]) -> Any:
+    """A graph of the model's, built where there is none of this key or its weights have moved.
+
+    Args:
+        key: what the graph is made for, `circumstances` included.
+        build: gives a graph, which has `fingerprint` and `release`.
+    """
+    graphs: OrderedDict[tuple, Any] = model.__dict__.setdefault("_decode_graphs", OrderedDict())
     graph = graphs.get(key)
     if graph is None or graph.fingerprint != fingerprint(model):
         for other in list(graphs.values()) if graph is not None else []:
@@ -465,23 +531,133 @@ def _find_or_build(
         if graph is not None:
             # The weights moved: no graph of this model is right any more.
             graphs.clear()
-        graph = graphs[key] = DecodeGraph(forward, model, cache, batch, capacity)
+        graph = graphs[key] = build()
     graphs.move_to_end(key)
     while len(graphs) > KEPT:
         graphs.popitem(last=False)[1].release()
     return graph
 
 
-def _circumstances(model: Any) -> tuple:
+def circumstances(model: Any) -> tuple:
     """What else decides which code a step runs: it is captured once for each."""
     choices = tuple(sorted(dispatch.forced_choices().items()))
     return (model.config._attn_implementation, model.dtype, model.device, choices)
 
 
-def _replay(graph: DecodeGraph, kwargs: dict[str, Any]) -> Any:
+def _replay(graph: CacheGraph, kwargs: dict[str, Any]) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     cache = kwargs["cache"]
     logits = graph.run(cache, kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"))
     outputs = CausalLMOutputWithPast(logits=logits, cache=cache)
     return outputs if kwargs.get("return_dict") is not False else outputs.to_tuple()
+
+
+# ----------------------------------------------------------------------------------------------- steps without a cache
+
+
+class StepGraph:
+    """One captured call of a method: for a model, tensors of these shapes, and everything else as it is."""
+
+    def __init__(self, step: Callable[..., Tensor], model: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Capture the call on copies of the tensors; such a call has been made before."""
+        self.fingerprint = fingerprint(model)
+        with torch.inference_mode(False), torch.no_grad():
+            self.inputs = tuple(torch.empty_like(a).copy_(a) if isinstance(a, Tensor) else a for a in arguments)
+            self.replay, self.output = capture(_device_of(arguments), lambda: step(model, *self.inputs), warm=True)
+
+    def run(self, arguments: tuple[Any, ...]) -> Tensor:
+        for mine, given in zip(self.inputs, arguments, strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given)
+        self.replay()
+        return self.output.clone()
+
+
+class _Steps:
+    """The graphs of a model's step, and what it has been called with, latest last."""
+
+    def __init__(self) -> None:
+        self.graphs: OrderedDict[tuple, StepGraph] = OrderedDict()
+        self.seen: OrderedDict[tuple, None] = OrderedDict()
+
+
+_STEPS: weakref.WeakKeyDictionary[torch.nn.Module, _Steps] = weakref.WeakKeyDictionary()
+
+
+def captured_step(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replay a model's method from a graph when it is called with tensors of shapes that it had before.
+
+    The method takes tensors on one device and what can be hashed, by position, and gives a tensor; for equal shapes it
+    runs the same code, and it waits for nothing. The first call with its shapes runs as written, since it may be the
+    only one. A graph is captured anew when weights have moved. Only where no gradients are kept, and not on a CPU.
+    """
+
+    @functools.wraps(step)
+    def wrapper(self: Any, *arguments: Any) -> Tensor:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not _enabled.get():
+            return step(self, *arguments)
+        device = _device_of(arguments)
+        if device.type == "cpu" and graph_class(device) is None:
+            return step(self, *arguments)
+        reason = refuses_step(self, device)
+        graph = _step_graph(step, self, arguments) if reason is None else None
+        if graph is None:
+            dispatch.record(STEP, "eager", device.type, reason or "the first call with these shapes")
+            return step(self, *arguments)
+        dispatch.record(STEP, "graph", device.type, "the shapes repeat")
+        return graph.run(arguments)
+
+    return wrapper
+
+
+def _device_of(arguments: tuple[Any, ...]) -> torch.device:
+    return next(a.device for a in arguments if isinstance(a, Tensor))
+
+
+def refuses_step(model: torch.nn.Module, device: torch.device) -> str | None:
+    """Why calls of this model cannot be captured, or None."""
+    if graph_class(device) is None:
+        return f"this torch has no graphs on {device.type}"
+    if _is_capturing(device):
+        return "a graph is being captured around it"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on"
+    if getattr(model, "peft_config", None):
+        # Their scale is a number in Python, which a graph would keep.
+        return "adapters are loaded"
+    for module in model.modules():
+        # accelerate and diffusers put their hooks in place of a module's forward.
+        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+            return "modules have hooks"
+        if module._compiled_call_impl is not None:
+            return "modules are compiled"
+    return None
+
+
+def _is_capturing(device: torch.device) -> bool:
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and ask()
+
+
+def _step_graph(step: Callable[..., Tensor], model: torch.nn.Module, arguments: tuple[Any, ...]) -> StepGraph | None:
+    """The graph for such a call; None for the first one."""
+    steps = _STEPS.setdefault(model, _Steps())
+    like = tuple((a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments)
+    key = step, like, tuple(sorted(dispatch.forced_choices().items()))
+    graph = steps.graphs.get(key)
+    if graph is not None and graph.fingerprint != fingerprint(model):
+        # The weights moved: no graph of this model is right any more.
+        steps.graphs.clear()
+        graph = None
+    elif graph is None and key in steps.seen:
+        while len(steps.graphs) >= KEPT_STEPS:
+            steps.graphs.popitem(last=False)
+        graph = steps.graphs[key] = StepGraph(step, model, arguments)
+    if graph is not None:
+        steps.graphs.move_to_end(key)
+    steps.seen[key] = None
+    steps.seen.move_to_end(key)
+    while len(steps.seen) > REMEMBERED:
+        steps.seen.popitem(last=False)
+    return graph

@@ -107,14 +107,15 @@ def expected_tensors(model_class: type[PreTrainedModel], config: PreTrainedConfi
     }
 
 
-def tied_groups(model: PreTrainedModel) -> list[list[str]]:
+def tied_groups(model: torch.nn.Module) -> list[list[str]]:
     """The keys that are one tensor, first the one that is saved; only groups of two and more."""
+    ties = model.all_tied_weights_keys if isinstance(model, PreTrainedModel) else {}
     named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     tensors = dict(named)
     first: dict[int, str] = {}
     groups: dict[str, list[str]] = defaultdict(list)
     for name in tensors:
-        source = model.all_tied_weights_keys.get(name, name)
+        source = ties.get(name, name)
         root = first.setdefault(id(tensors[source]), source)
         groups[root] += [name] if name != root else []
     return [[root, *others] for root, others in groups.items() if others]

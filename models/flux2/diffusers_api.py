@@ -16,6 +16,9 @@ try:
         Flux2ParallelSelfAttnProcessor,
         Flux2Transformer2DModelOutput,
     )
+    from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as CONFIGS
+    from diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING as QUANTIZERS
+    from diffusers.quantizers.base import DiffusersQuantizer
     from diffusers.utils import apply_lora_scale
     from diffusers.utils.logging import disable_progress_bar
 except ImportError as error:
@@ -25,7 +28,10 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "CONFIGS",
+    "QUANTIZERS",
     "DiffusersFlux2Transformer2DModel",
+    "DiffusersQuantizer",
     "DiffusionPipeline",
     "Flux2AttnProcessor",
     "Flux2KVAttnProcessor",

@@ -10,16 +10,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xpu_ports.common.checkpoint import CheckpointError
-from xpu_ports.common.conversion import Rename, Split, pattern
+from xpu_ports.common.checkpoint import CheckpointError, TensorInfo
+from xpu_ports.common.conversion import Rename, Split, Swap, pattern
 from xpu_ports.models.flux2.diffusers_api import load_single_file_checkpoint
+from xpu_ports.models.flux2.packed import register
 
 # Files for ComfyUI have all of a model's parts in one.
 PREFIX = "model.diffusion_model."
 # What `load_single_file_checkpoint` takes.
 _FILES = ("cache_dir", "disable_mmap", "force_download", "local_files_only", "proxies", "revision", "token")
-# Rows of the last modulation: shift, then scale in these files; scale, then shift in diffusers'.
-SWAPPED = Rename("final_layer.adaLN_modulation.1.weight", "norm_out.linear.weight")
 
 
 def _stream(file: str, suffix: str, q: str, k: str, v: str, out: str, ff: str) -> list[Rename | Split]:
@@ -36,7 +35,8 @@ def _stream(file: str, suffix: str, q: str, k: str, v: str, out: str, ff: str) -
 
 
 RULES: tuple[Rename | Split, ...] = (
-    SWAPPED,
+    # Shift, then scale in these files; scale, then shift in diffusers'.
+    Swap("final_layer.adaLN_modulation.1.weight", "norm_out.linear.weight"),
     Rename("img_in.weight", "x_embedder.weight"),
     Rename("txt_in.weight", "context_embedder.weight"),
     *(
@@ -77,13 +77,21 @@ def from_single_file_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             [parts] = zip(*rule.reverse().part(tensor), strict=True)
             named |= {pattern(name).fill(fields): part for name, part in zip(rule.model, parts, strict=True)}
         else:
-            tensor = tensor.roll(tensor.shape[0] // 2, 0) if rule is SWAPPED else tensor
+            tensor = tensor.roll(tensor.shape[0] // 2, 0) if isinstance(rule, Swap) else tensor
             named[pattern(rule.model).fill(fields)] = tensor
     return named
 
 
 def single_file_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under Black Forest Labs' names, from those of a whole model under diffusers'."""
+    """Tensors under Black Forest Labs' names, from those of a whole model under diffusers'.
+
+    Raises:
+        ValueError: one has no such name, as packed weights have none.
+    """
+    models = [name for rule in RULES for name in (rule.model if isinstance(rule, Split) else (rule.model,))]
+    for key in tensors:
+        if all(pattern(name).match(key) is None for name in models):
+            raise ValueError(f"{key} has no place in Black Forest Labs' files; packed weights have to be dense first")
     named: dict[str, Tensor] = {}
     for rule in RULES:
         parts = rule.model if isinstance(rule, Split) else (rule.model,)
@@ -93,20 +101,20 @@ def single_file_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 continue
             if isinstance(rule, Split):
                 tensor = rule.reverse().join([[tensors[pattern(part).fill(fields)]] for part in parts])
-            elif rule is SWAPPED:
+            elif isinstance(rule, Swap):
                 tensor = tensor.roll(tensor.shape[0] // 2, 0)
             named[pattern(rule.file).fill(fields)] = tensor
     return named
 
 
-def config_of(tensors: Mapping[str, Tensor], file: str) -> dict[str, Any]:
+def config_of(tensors: Mapping[str, Tensor | TensorInfo], file: str) -> dict[str, Any]:
     """The config that tensors under diffusers' names are of, as far as shapes tell; the rest is the same in all models.
 
     Raises:
         CheckpointError: one that is needed for it is not there.
     """
 
-    def shape(key: str) -> torch.Size:
+    def shape(key: str) -> tuple[int, ...]:
         if key not in tensors:
             raise CheckpointError(file, key, "a tensor of FLUX.2's transformer", "none")
         return tensors[key].shape
@@ -129,7 +137,7 @@ def config_of(tensors: Mapping[str, Tensor], file: str) -> dict[str, Any]:
     }
 
 
-def _count(tensors: Mapping[str, Tensor], prefix: str) -> int:
+def _count(tensors: Mapping[str, Any], prefix: str) -> int:
     return len({key[len(prefix) :].split(".")[0] for key in tensors if key.startswith(prefix)})
 
 
@@ -152,11 +160,12 @@ class StrictFlux2Loading:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, **kwargs: Any) -> Any:
-        """Load a folder or a repository, as diffusers does.
+        """Load a folder or a repository, as diffusers does; MXFP4 weights stay packed.
 
         Raises:
-            CheckpointError: a tensor is missing or has no place.
+            CheckpointError: a tensor is missing or has no place, or is packed in a way that is not known here.
         """
+        register()
         wanted = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(  # type: ignore[misc]
             pretrained_model_name_or_path, output_loading_info=True, **kwargs
@@ -208,6 +217,10 @@ class StrictFlux2Loading:
         return model.to(device=device, dtype=dtype or torch_dtype).eval()
 
     def save_single_file(self, path: str | os.PathLike) -> None:
-        """Write one file with Black Forest Labs' names, which `from_single_file` reads, and so do others."""
+        """Write one file with Black Forest Labs' names, which `from_single_file` reads, and so do others.
+
+        Raises:
+            ValueError: the weights are packed.
+        """
         tensors = single_file_names(self.state_dict())  # type: ignore[attr-defined]
         save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, path, {"format": "pt"})

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from xpu_ports.common.graph import captured_step
 from xpu_ports.common.kernels.ada_layer_norm import ada_layer_norm
 from xpu_ports.common.kernels.concat_swiglu import concat_swiglu
 from xpu_ports.common.kernels.gated_mlp import gated_activation
@@ -253,14 +254,33 @@ class Flux2Attention(_NormedAttention):
     ) -> tuple[Tensor, Tensor]:
         """(picture, text) of x [B, S, D] and text [B, L, D]."""
         projections = (self.add_q_proj, self.to_q), (self.add_k_proj, self.to_k), (self.add_v_proj, self.to_v)
-        q, k, v = (
-            torch.cat([added(text), own(x)], dim=1).unflatten(-1, (-1, self.head_dim)) for added, own in projections
-        )
+        q, k, v = (_joined(layers, (text, x)).unflatten(-1, (-1, self.head_dim)) for layers in projections)
         q_weights: list[Tensor] = [self.norm_added_q.weight, self.norm_q.weight]
         k_weights: list[Tensor] = [self.norm_added_k.weight, self.norm_k.weight]
         q, k = self.norm_rope(q, k, q_weights, k_weights, context)
         text, x = attention(q, k, v, context, kept).split([text.shape[1], x.shape[1]], dim=1)
         return self.to_out[0](x), self.to_add_out(text)
+
+
+def _joined(layers: tuple[nn.Module, nn.Module], streams: tuple[Tensor, Tensor]) -> Tensor:
+    """Each layer on its stream, [1 or B, L, D] and [1 or B, S, D], one after the other: [1 or B, T, N]."""
+    if streams[0].shape[0] > 1 or torch.is_grad_enabled() or not all(map(_is_plain, layers, streams)):
+        return torch.cat([layer(x) for layer, x in zip(layers, streams, strict=True)], dim=1)
+    # Products have their place at once.
+    weights = [layer.weight for layer in layers]
+    L = streams[0].shape[1]
+    y = streams[0].new_empty(1, L + streams[1].shape[1], weights[0].shape[0])
+    for x, weight, part in zip(streams, weights, (y[0, :L], y[0, L:]), strict=True):
+        torch.mm(x[0], weight.t(), out=part)
+    return y
+
+
+def _is_plain(layer: nn.Module, x: Tensor) -> bool:
+    """Whether a layer without bias does nothing but the product: no adapter, no packed weight, no hook."""
+    if torch.compiler.is_compiling() or type(layer) is not nn.Linear or layer.weight.dtype != x.dtype:
+        return False
+    # accelerate and diffusers put their hooks in place of a module's forward.
+    return "forward" not in layer.__dict__ and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 class Flux2FeedForward(nn.Module):
@@ -454,28 +474,55 @@ class Flux2Transformer2DModel(StrictFlux2Loading, DiffusersFlux2Transformer2DMod
         """
         references = num_ref_tokens if kv_cache_mode == "extract" else 0
         kept = self._kept(kv_cache, kv_cache_mode, references)
-        L = encoder_hidden_states.shape[1]
-        context = Context(
-            self.pos_embed(txt_ids, img_ids),
-            L,
-            self.round_norm,
-            _mask(joint_attention_kwargs, kept, (hidden_states.shape[0], L + hidden_states.shape[1])),
-            kv_cache_mode,
-            references,
-        )
-        timestep = timestep.to(hidden_states.dtype) * 1000
-        guidance = None if guidance is None else guidance.to(hidden_states.dtype) * 1000
+        L, tokens = encoder_hidden_states.shape[1], encoder_hidden_states.shape[1] + hidden_states.shape[1]
+        mask = _mask(joint_attention_kwargs, kept, (hidden_states.shape[0], tokens))
+        given = hidden_states, encoder_hidden_states, timestep, guidance
+        cos_sin = self.pos_embed(txt_ids, img_ids)
+        if kept is None:
+            sample = self._step(*given, cos_sin, mask, self.round_norm)
+        else:
+            context = Context(cos_sin, L, self.round_norm, mask, kv_cache_mode, references)
+            sample = self._predict(*given, context, kept, ref_fixed_timestep)
+        return _output(sample, kept, kv_cache_mode, return_dict)
+
+    @captured_step
+    def _step(
+        self,
+        x: Tensor,
+        text: Tensor,
+        timestep: Tensor,
+        guidance: Tensor | None,
+        cos_sin: Tensor,
+        mask: Tensor | None,
+        round_norm: bool,
+    ) -> Tensor:
+        """`_predict` without kept reference pictures: a function of tensors alone."""
+        return self._predict(x, text, timestep, guidance, Context(cos_sin, text.shape[1], round_norm, mask))
+
+    def _predict(
+        self,
+        x: Tensor,
+        text: Tensor,
+        timestep: Tensor,
+        guidance: Tensor | None,
+        context: Context,
+        kept: Flux2KVCache | None = None,
+        fixed_timestep: float = 0.0,
+    ) -> Tensor:
+        """[B, S, out_channels], without the reference pictures that are extracted, of `forward`'s arguments."""
+        L, S, references = context.text, x.shape[1], context.references
+        timestep = timestep.to(x.dtype) * 1000
+        guidance = None if guidance is None else guidance.to(x.dtype) * 1000
         temb = self.time_guidance_embed(timestep, guidance)
         x_modulation, single_modulation = self._modulations(temb)
         if references:
-            fixed = self.time_guidance_embed(torch.full_like(timestep, ref_fixed_timestep * 1000), guidance)
+            fixed = self.time_guidance_embed(torch.full_like(timestep, fixed_timestep * 1000), guidance)
             ours, theirs = (x_modulation, single_modulation), self._modulations(fixed)
-            S = hidden_states.shape[1]
             x_modulation = _at(ours[0], theirs[0], 0, references, S)
             single_modulation = _at(ours[1], theirs[1], L, references, L + S)
         text_modulation = self.double_stream_modulation_txt(temb)
 
-        x, text = self.x_embedder(hidden_states), self.context_embedder(encoder_hidden_states)
+        x, text = self.x_embedder(x), self.context_embedder(text)
         for i, block in enumerate(self.transformer_blocks):
             layer = None if kept is None else kept.get_double(i)
             x, text = self._run(block, x, text, x_modulation, text_modulation, context, layer)
@@ -483,8 +530,7 @@ class Flux2Transformer2DModel(StrictFlux2Loading, DiffusersFlux2Transformer2DMod
         for i, block in enumerate(self.single_transformer_blocks):
             layer = None if kept is None else kept.get_single(i)
             x = self._run(block, x, single_modulation, context, layer)
-        sample = self.proj_out(self.norm_out(x[:, L + references :], temb))
-        return _output(sample, kept, kv_cache_mode, return_dict)
+        return self.proj_out(self.norm_out(x[:, L + references :], temb))
 
     def _modulations(self, temb: Tensor) -> tuple[Tensor, Tensor]:
         return self.double_stream_modulation_img(temb), self.single_stream_modulation(temb)

@@ -23,10 +23,13 @@ import torch
 
 from xpu_ports.common.checkpoint import (
     CONFIG,
+    SAFETENSORS,
     CheckpointError,
+    CheckpointFiles,
     TensorInfo,
     checkpoint_files,
     describe,
+    read_header,
     read_headers,
 )
 from xpu_ports.common.configuration import read_config
@@ -38,6 +41,9 @@ _KEY = "quantization_config"
 MODELOPT_CONFIG = "hf_quant_config.json"
 # compressed-tensors up to these subtracted 2 from the exponents that it stored (compressed-tensors#538).
 _SHIFTED_VERSIONS = re.compile(r"0\.(\d|1[0-3])(\.|$)")
+# What diffusers calls the file of a model's weights, and the key of config.json that it alone writes.
+DIFFUSERS = "diffusion_pytorch_model.safetensors"
+_OF_DIFFUSERS = "_diffusers_version"
 # Floats of a checkpoint that is not quantized.
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Dtypes that mean nothing without scales.
@@ -66,6 +72,22 @@ class Source:
     # Of gpt-oss: the key of the dense stack [E, K, N] -> what it is stored as, [E, N, K].
     stacks: dict[str, MXFP4] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    # What a file of weights is called in a folder of its kind, where there is one.
+    weights: str = SAFETENSORS
+    # The folder's own name where it is a part of a pipeline, which goes along; "" where it is not.
+    part: str = ""
+    # A file by itself: what lies beside it does not belong to it.
+    alone: bool = False
+    # Tensors that do not stand in a file as they are named and shaped here.
+    pieces: Mapping[str, Stored] = field(default_factory=dict)
+
+    @property
+    def root(self) -> Path:
+        """The folder of the whole checkpoint."""
+        return self.folder.parent if self.part else self.folder
+
+    def stored(self, key: str) -> Stored:
+        return self.pieces.get(key) or Stored(key, self.found[key])
 
     @property
     def is_quantized(self) -> bool:
@@ -73,30 +95,34 @@ class Source:
 
     @property
     def where(self) -> Path:
-        return self.folder / CONFIG
+        """The file to name when something is wrong with the whole."""
+        return Path(next(iter(self.found.values())).file) if self.alone and self.found else self.folder / CONFIG
 
     def rest(self) -> dict[str, Stored]:
         """The tensors that no quantized weight is made of."""
         used = {s.key for values in (*self.quantized.values(), *self.stacks.values()) for s in values.stored}
-        return {key: Stored(key, info) for key, info in self.found.items() if key not in used}
+        return {key: self.stored(key) for key in self.found if key not in used}
 
 
-def read_source(folder: Path, fix_scales: bool = False) -> Source:
+def read_source(folder: Path, fix_scales: bool = False, part: str = "") -> Source:
     """Read the headers of a checkpoint.
 
     Args:
-        folder: where config.json lies.
+        folder: where config.json lies, or of the pipeline.
         fix_scales: multiply the scales by 4 in files of compressed-tensors versions that stored them 4 times too small.
+        part: the folder in that of the pipeline.
 
     Raises:
         CheckpointError: it is damaged, of a format that is not read here, or holds tensors that its format has not.
     """
+    folder = folder / part
     where = folder / CONFIG
     if not where.is_file():
         raise CheckpointError(where, None, "the model's configuration", "no such file")
     read_config(where)
     config = json.loads(where.read_text(encoding="utf-8"))
-    found = read_headers(checkpoint_files(folder, use_safetensors=True))
+    weights = DIFFUSERS if _OF_DIFFUSERS in config else SAFETENSORS
+    found = read_headers(_files(folder, weights))
     for name, nested in config.items():
         if isinstance(nested, dict) and _KEY in nested:
             raise CheckpointError(where, f"{name}.{_KEY}", f"{_KEY} at the top", "one of a part of the model")
@@ -106,12 +132,43 @@ def read_source(folder: Path, fix_scales: bool = False) -> Source:
     method = str(quantization.get("quant_method")) if quantization else None
     if method is not None and method not in _READERS:
         raise CheckpointError(where, f"{_KEY}.quant_method", f"one of {', '.join(_READERS)}", repr(method))
-    source = Source(folder, config, "plain" if method is None else _FORMATS.get(method, method), found)
+    form = "plain" if method is None else _FORMATS.get(method, method)
+    source = Source(folder, config, form, found, weights=weights, part=part)
     if method is not None:
         _READERS[method](source, quantization)
     _fix(source, quantization, fix_scales)
     _check_rest(source)
     return source
+
+
+def read_file(file: Path, config: dict[str, Any], prefix: str = "") -> Source:
+    """Read the header of a file that has no configuration beside it.
+
+    Args:
+        file: safetensors, nothing quantized.
+        config: what its config.json would be.
+        prefix: what all its names begin with, or not; left out.
+
+    Raises:
+        CheckpointError: it is damaged, or holds tensors that mean nothing by themselves.
+    """
+    found = {key.removeprefix(prefix): info for key, info in read_header(file).items()}
+    weights = DIFFUSERS if _OF_DIFFUSERS in config else SAFETENSORS
+    source = Source(file.parent, config, "plain", found, weights=weights, alone=True)
+    _check_rest(source)
+    return source
+
+
+def _files(folder: Path, weights: str) -> CheckpointFiles:
+    if weights == SAFETENSORS:
+        return checkpoint_files(folder, use_safetensors=True)
+    names = weights, index_name(weights)
+    return checkpoint_files(folder, name=next((name for name in names if (folder / name).is_file()), weights))
+
+
+def index_name(weights: str) -> str:
+    """What the index of several files is called."""
+    return f"{weights}.index.json"
 
 
 def _of_modelopt(folder: Path) -> dict[str, Any]:

@@ -11,15 +11,15 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from xpu_ports.common.checkpoint import CheckpointError, TensorInfo
-from xpu_ports.common.conversion import Fuse, Rename, Rule, Split, pattern
+from xpu_ports.common.conversion import Fuse, Rename, Rule, Split, Swap, pattern
 from xpu_ports.quant.convert.formats import Source
 from xpu_ports.quant.convert.plan import Plan
-from xpu_ports.quant.convert.steps import Copy, Output, Stored
+from xpu_ports.quant.convert.steps import Copy, Output, Pieced, Stored, cut
 
 LAYOUTS = ("hf", "official")
 
@@ -35,12 +35,13 @@ class Joined:
 
     def cut(self, begin: int, end: int) -> Iterator[tuple[Stored, int, int]]:
         """The segments of its bytes from begin to end."""
-        at = 0
-        for stored, first, last in self.segments:
-            a, b = max(begin - at, 0), min(end - at, last - first)
-            if a < b:
-                yield stored, first + a, first + b
-            at += last - first
+        return cut(self.segments, begin, end)
+
+    def swapped(self) -> Joined:
+        """With the other half of its rows first."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        half = self.shape[0] // 2 * (size // max(1, self.shape[0]))
+        return Joined(self.dtype, self.shape, (*self.cut(half, size), *self.cut(0, half)))
 
 
 def plan_layout(source: Source, layout: str, rules: Sequence[Rule], expected: Mapping[str, TensorInfo]) -> Plan:
@@ -55,18 +56,45 @@ def plan_layout(source: Source, layout: str, rules: Sequence[Rule], expected: Ma
     Raises:
         CheckpointError: the source is quantized, or what it holds is not what the model has.
     """
+    tensors = _renamed_all(source, rules)
+    _compare(source, tensors, expected)
+    if layout == "official":
+        tensors = _backward(rules, tensors)
+    steps = [_step(key, joined) for key, joined in tensors.items()]
+    return Plan(source, list(steps), dict(source.config), list(source.warnings)).check()
+
+
+def renamed(source: Source, rules: Sequence[Rule], expected: Mapping[str, TensorInfo] | None = None) -> Source:
+    """The same checkpoint under transformers' names, for a conversion of its numbers; nothing is read yet.
+
+    Args:
+        source: not quantized.
+        rules: from its names.
+        expected: the tensors of the model, to compare with.
+
+    Raises:
+        CheckpointError: the source is quantized, or what it holds is not what the model has.
+    """
+    tensors = _renamed_all(source, rules)
+    if expected is not None:
+        _compare(source, tensors, expected)
+    found, pieces = {}, {}
+    for key, joined in tensors.items():
+        first = joined.segments[0][0].info if joined.segments else TensorInfo((), joined.dtype)
+        size = sum(end - begin for _, begin, end in joined.segments)
+        found[key] = TensorInfo(joined.shape, joined.dtype, first.file, 0, size)
+        pieces[key] = Pieced(key, found[key], joined.segments)
+    return replace(source, found=found, pieces=pieces)
+
+
+def _renamed_all(source: Source, rules: Sequence[Rule]) -> dict[str, Joined]:
     if source.is_quantized:
         raise CheckpointError(source.where, "quantization_config", "none, to change names", f"format {source.format}")
     tensors = {
         key: Joined(stored.info.dtype, stored.info.shape, ((stored, 0, stored.bytes),))
         for key, stored in source.rest().items()
     }
-    tensors = _forward(source, rules, tensors)
-    _compare(source, tensors, expected)
-    if layout == "official":
-        tensors = _backward(rules, tensors)
-    steps = [_step(key, joined) for key, joined in tensors.items()]
-    return Plan(source, list(steps), dict(source.config), list(source.warnings)).check()
+    return _forward(source, rules, tensors)
 
 
 def _step(name: str, joined: Joined) -> Copy:
@@ -82,17 +110,17 @@ def _step(name: str, joined: Joined) -> Copy:
 def _compare(source: Source, tensors: Mapping[str, Joined], expected: Mapping[str, TensorInfo]) -> None:
     for key in expected:
         if key not in tensors:
-            raise CheckpointError(source.where.parent, key, "it, or what it is made of", "none")
+            where = source.where if source.alone else source.folder
+            raise CheckpointError(where, key, "it, or what it is made of", "none")
     for key, joined in tensors.items():
-        where = joined.segments[0][0] if joined.segments else None
-        file = source.where.parent if where is None else where.info.file
+        first = joined.segments[0][0] if joined.segments else None
+        file = source.folder if first is None else first.info.file
+        name = key if first is None else first.key
         if key not in expected:
-            raise CheckpointError(file, where.key if where else key, "a tensor of the model", "one without a place")
+            raise CheckpointError(file, name, "a tensor of the model", "one without a place")
         if joined.shape != expected[key].shape:
             shape = list(expected[key].shape)
-            raise CheckpointError(
-                file, where.key if where else key, f"shape {shape} for {key}", f"{list(joined.shape)}"
-            )
+            raise CheckpointError(file, name, f"shape {shape} for {key}", f"{list(joined.shape)}")
 
 
 # --------------------------------------------------------------------------------------------------------------- rules
@@ -100,32 +128,32 @@ def _compare(source: Source, tensors: Mapping[str, Joined], expected: Mapping[st
 
 def _forward(source: Source, rules: Sequence[Rule], tensors: Mapping[str, Joined]) -> dict[str, Joined]:
     """From the official names; keys that have transformers' already stay."""
-    renamed: dict[str, Joined] = {}
+    named: dict[str, Joined] = {}
     for key, joined in tensors.items():
-        name = _renamed(key, [(r.file, r.model) for r in rules if isinstance(r, Rename)])
-        if name in renamed:
-            first, other = joined.segments[0][0], renamed[name].segments[0][0]
+        name, joined = _renamed(key, joined, [(r.file, r.model, r) for r in rules if isinstance(r, Rename)])
+        if name in named:
+            first, other = joined.segments[0][0], named[name].segments[0][0]
             raise CheckpointError(first.info.file, key, f"{name} once", f"{other.key} too")
-        renamed[name] = joined
+        named[name] = joined
     fuses = [rule for rule in rules if isinstance(rule, Fuse)]
     splits = [rule.reverse() for rule in rules if isinstance(rule, Split)]
-    return _part(_join(renamed, fuses), splits)
+    return _part(_join(named, fuses), splits)
 
 
 def _backward(rules: Sequence[Rule], tensors: Mapping[str, Joined]) -> dict[str, Joined]:
     """To the official names."""
     fuses = [rule for rule in rules if isinstance(rule, Fuse)]
     splits = [rule.reverse() for rule in rules if isinstance(rule, Split)]
-    names = [(r.model, r.file) for r in rules if isinstance(r, Rename) and r.saved]
-    return {_renamed(key, names): joined for key, joined in _join(_part(tensors, fuses), splits).items()}
+    names = [(r.model, r.file, r) for r in rules if isinstance(r, Rename) and r.saved]
+    return dict(_renamed(key, joined, names) for key, joined in _join(_part(tensors, fuses), splits).items())
 
 
-def _renamed(key: str, names: Sequence[tuple[str, str]]) -> str:
-    for before, after in names:
+def _renamed(key: str, joined: Joined, names: Sequence[tuple[str, str, Rename]]) -> tuple[str, Joined]:
+    for before, after, rule in names:
         fields = pattern(before).match(key)
         if fields is not None:
-            return pattern(after).fill(fields)
-    return key
+            return pattern(after).fill(fields), joined.swapped() if isinstance(rule, Swap) else joined
+    return key, joined
 
 
 def _join(tensors: Mapping[str, Joined], rules: Sequence[Fuse]) -> dict[str, Joined]:

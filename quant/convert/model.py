@@ -72,24 +72,27 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def build(folder: Path, port: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+def build(folder: Path, port: Any = None, values: Mapping[str, Any] | None = None) -> Any:
     """The model of a checkpoint, without memory for its tensors.
 
     Args:
         folder: where config.json lies.
-        port: its class; transformers' own when left out.
+        port: its class, of transformers or diffusers; transformers' own when left out.
+        values: what config.json says, for a class of diffusers.
 
     Raises:
         CheckpointError: transformers does not know the model.
     """
+    if port is not None and not issubclass(port, PreTrainedModel):
+        with torch.device("meta"):
+            return port.from_config({k: v for k, v in (values or {}).items() if k != "quantization_config"})
     config = read_config(folder)
-    cls = port or transformers_class(config, folder / CONFIG)
+    cls: Any = port or transformers_class(config, folder / CONFIG)
     with torch.device("meta"), init.no_init_weights():
-        model: Any = cls._from_config(config)
-    return model
+        return cls._from_config(config)
 
 
-def layers(model: PreTrainedModel, dense: Mapping[str, TensorInfo]) -> dict[str, Layer]:
+def layers(model: nn.Module, dense: Mapping[str, TensorInfo]) -> dict[str, Layer]:
     """The matrices of a checkpoint that have a place in the model, by their names in files without `.weight`.
 
     Args:
@@ -112,21 +115,25 @@ def layers(model: PreTrainedModel, dense: Mapping[str, TensorInfo]) -> dict[str,
     return found
 
 
-def tied(model: PreTrainedModel) -> set[str]:
+def tied(model: nn.Module) -> set[str]:
     """Linear layers, by their names in the model, whose weight is an embedding's: files may lack it under that name."""
     roots = {name: group[0] for group in tied_groups(model) for name in group}
     packable = {key for unit in units(model) for key in unit.keys}
     return {unit.name for unit in units(model) if any(roots.get(key, key) not in packable for key in unit.keys)}
 
 
-def embeddings(model: PreTrainedModel, dense: Mapping[str, TensorInfo]) -> set[str]:
+def embeddings(model: nn.Module, dense: Mapping[str, TensorInfo]) -> set[str]:
     """Names in files, without `.weight`, of tensors that are an embedding's."""
     keys = {f"{name}.weight" for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Embedding)}
     return {layer for layer, key in places(model, dense) if key in keys}
 
 
-def kept_in_fp32(model: PreTrainedModel) -> re.Pattern[str]:
+def kept_in_fp32(model: Any) -> re.Pattern[str]:
     """Matches the keys that the model's class keeps in fp32 whatever the dtype of the rest."""
+    if not isinstance(model, PreTrainedModel):
+        # diffusers' classes name modules.
+        modules = model._keep_in_fp32_modules or ()
+        return re.compile("|".join(rf"(?:(?:.*\.)?{re.escape(name)}\.)" for name in modules) or r"(?!)")
     plan = model._get_dtype_plan(torch.bfloat16)
     patterns = [pattern.replace("*", ".*") for pattern, dtype in plan.items() if dtype == torch.float32]
     return re.compile("|".join(f"(?:{p})" for p in patterns) or r"(?!)")

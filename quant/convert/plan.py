@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from xpu_ports.common.checkpoint import CheckpointError, TensorInfo
 from xpu_ports.quant.convert import model as models
@@ -45,9 +45,11 @@ class Plan:
 
     source: Source
     steps: list[Step]
-    # config.json of the target.
-    config: dict[str, Any]
+    # config.json of the target; None for a file that has none, and nothing beside it.
+    config: dict[str, Any] | None
     warnings: list[str] = field(default_factory=list)
+    # What a file of the target's weights is called, if not as in the source.
+    weights: str = ""
 
     def check(self) -> Plan:
         """Every tensor of the source goes somewhere, and no name of the target is made twice.
@@ -83,7 +85,7 @@ class ToMXFP4:
 # --------------------------------------------------------------------------------------------------------------- mxfp4
 
 
-def plan_mxfp4(source: Source, asked: ToMXFP4, port: type[PreTrainedModel] | None = None) -> Plan:
+def plan_mxfp4(source: Source, asked: ToMXFP4, port: type[nn.Module] | None = None) -> Plan:
     """Linear layers become MXFP4, and what is MXFP4 already is carried over bit by bit.
 
     In a source that is quantized the layers that are not stay as they are: its producer has left them out.
@@ -142,11 +144,11 @@ def _keys(source: Source) -> Iterator[str]:
 
 
 def _layers(
-    source: Source, dense: Mapping[str, TensorInfo], port: type[PreTrainedModel] | None
-) -> tuple[PreTrainedModel | None, dict[str, models.Layer]]:
+    source: Source, dense: Mapping[str, TensorInfo], port: type[nn.Module] | None
+) -> tuple[nn.Module | None, dict[str, models.Layer]]:
     """The model and its linear layers. A source that is quantized says itself which layers are."""
     try:
-        model = models.build(source.folder, port)
+        model = models.build(source.folder, port, source.config)
     except CheckpointError as error:
         if not source.is_quantized:
             raise
@@ -198,7 +200,7 @@ def _steps_of(
             return [Convert(key, values, torch.bfloat16)]
         if isinstance(values, MXFP4):
             return [Carry(name, values)]
-    stored = Stored(key, source.found[key])
+    stored = source.stored(key)
     if values is None:
         linear = layer is not None and layer.kind in (Kind.LINEAR, Kind.JOINED)
         if source.is_quantized or not linear or not _wanted(scheme, name, layer):
@@ -264,7 +266,7 @@ def _stacks_left(steps: Sequence[Step]) -> list[str]:
     return [f"{stacks[0]}{more}: a stack of matrices stays as it is, only matrices become MXFP4"] if stacks else []
 
 
-def _check_loads(plan: Plan, model: PreTrainedModel, layers: Mapping[str, models.Layer]) -> None:
+def _check_loads(plan: Plan, model: nn.Module, layers: Mapping[str, models.Layer]) -> None:
     """What the loader would say of the target, before it is written."""
     planned: dict[str, TensorInfo] = {}
     elsewhere: list[str] = []
@@ -281,6 +283,7 @@ def _check_loads(plan: Plan, model: PreTrainedModel, layers: Mapping[str, models
             f"{elsewhere[0]} and {len(elsewhere) - 1} more packed layers have no place in {type(model).__name__}, "
             "which loads them dense only: the target is for engines that read packed experts, as vLLM does"
         )
+    assert plan.config is not None
     choose(model, read_scheme(plan.config["quantization_config"], plan.source.where), planned)
 
 
@@ -292,7 +295,7 @@ def _without_quantization(source: Source) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------- bf16
 
 
-def plan_bf16(source: Source, port: type[PreTrainedModel] | None = None) -> Plan:
+def plan_bf16(source: Source, port: type[nn.Module] | None = None) -> Plan:
     """Quantized weights and floats become bf16.
 
     fp32 tensors stay where the model's class keeps them so, and in a checkpoint of 16 bits, which has them on purpose.
@@ -305,7 +308,7 @@ def plan_bf16(source: Source, port: type[PreTrainedModel] | None = None) -> Plan
         CheckpointError: a tensor has no place in the target.
     """
     try:
-        kept = models.kept_in_fp32(models.build(source.folder, port))
+        kept = models.kept_in_fp32(models.build(source.folder, port, source.config))
     except CheckpointError as error:
         source.warnings.append(f"{error}: fp32 tensors are told from the rest by the checkpoint's dtype alone")
         kept = re.compile(r"(?!)")
@@ -318,7 +321,7 @@ def plan_bf16(source: Source, port: type[PreTrainedModel] | None = None) -> Plan
         elif key in source.quantized:
             steps.append(Convert(key, source.quantized[key], torch.bfloat16))
         else:
-            stored = Stored(key, source.found[key])
+            stored = source.stored(key)
             wanted = stored.info.dtype in cast and not kept.search(key)
             steps.append(Convert(key, Dense(stored), torch.bfloat16) if wanted else Copy.whole(stored))
     return Plan(source, steps, _in_bf16(_without_quantization(source)), list(source.warnings)).check()

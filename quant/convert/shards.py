@@ -45,8 +45,14 @@ class Shard:
     size: int
 
 
-def shards(steps: Sequence[Step], limit: int = SHARD_BYTES) -> list[Shard]:
-    """Deal steps out to files of at most `limit` bytes of tensors; a larger step has a file of its own."""
+def shards(steps: Sequence[Step], limit: int = SHARD_BYTES, name: str = SAFETENSORS) -> list[Shard]:
+    """Deal steps out to files of at most `limit` bytes of tensors; a larger step has a file of its own.
+
+    Args:
+        steps: in the order of the files.
+        limit: in bytes.
+        name: what one file is called, with its folders; several are numbered.
+    """
     dealt: list[list[Step]] = [[]]
     size = 0
     for step in steps:
@@ -56,8 +62,8 @@ def shards(steps: Sequence[Step], limit: int = SHARD_BYTES) -> list[Shard]:
         dealt[-1].append(step)
         size += step.bytes
     if len(dealt) == 1:
-        return [_shard(SAFETENSORS, dealt[0])]
-    stem = SAFETENSORS.removesuffix(".safetensors")
+        return [_shard(name, dealt[0])]
+    stem = name.removesuffix(".safetensors")
     return [_shard(f"{stem}-{i:05d}-of-{len(dealt):05d}.safetensors", part) for i, part in enumerate(dealt, 1)]
 
 

@@ -77,6 +77,28 @@ class Stored:
         return self.read(begin * size, end * size).view(self.info.dtype).view(end - begin, width)
 
 
+@dataclass(frozen=True)
+class Pieced(Stored):
+    """A tensor that stands in pieces, or is a piece of another."""
+
+    # (tensor, first byte, byte after the last), in order.
+    segments: tuple[tuple[Stored, int, int], ...] = ()
+
+    def read(self, begin: int, end: int) -> Tensor:
+        parts = [stored.read(first, last) for stored, first, last in cut(self.segments, begin, end)]
+        return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+
+
+def cut(segments: Sequence[tuple[Stored, int, int]], begin: int, end: int) -> Iterator[tuple[Stored, int, int]]:
+    """The segments of the bytes from begin to end of what segments make."""
+    at = 0
+    for stored, first, last in segments:
+        a, b = max(begin - at, 0), min(end - at, last - first)
+        if a < b:
+            yield stored, first + a, first + b
+        at += last - first
+
+
 # -------------------------------------------------------------------------------------------------------------- values
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from xpu_ports.common.checkpoint import CONFIG, SAFETENSORS_INDEX, CheckpointError
-from xpu_ports.quant.convert.formats import MODELOPT_CONFIG
+from xpu_ports.common.checkpoint import CONFIG, CheckpointError
+from xpu_ports.quant.convert.formats import MODELOPT_CONFIG, index_name
 from xpu_ports.quant.convert.plan import Plan
 from xpu_ports.quant.convert.shards import (
     SHARD_BYTES,
@@ -32,6 +34,8 @@ from xpu_ports.quant.convert.shards import (
 )
 
 STATE = ".xpu-ports-convert.json"
+# Says what a pipeline of diffusers is made of.
+PIPELINE = "model_index.json"
 # Files that are not copied: other weights, and what is only true of the source's quantization.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _OF_THE_SOURCE = (CONFIG, MODELOPT_CONFIG, "recipe.yaml")
@@ -44,45 +48,78 @@ class Job:
     plan: Plan
     target: Path
     shards: tuple[Shard, ...]
-    # Name -> content of the small files that are written, and the files that are copied.
+    # Name -> content of the small files that are written, and the files that are copied: name -> where from.
     texts: dict[str, bytes]
-    copied: tuple[Path, ...]
+    copied: dict[str, Path]
     # The same for the same source and options alone.
     fingerprint: str
 
     @property
     def size(self) -> int:
         """Bytes of the whole target."""
-        copied = sum(path.stat().st_size for path in self.copied)
+        copied = sum(path.stat().st_size for path in self.copied.values())
         return sum(shard.size for shard in self.shards) + sum(map(len, self.texts.values())) + copied
 
 
 def job(plan: Plan, target: Path, shard_bytes: int = SHARD_BYTES) -> Job:
     """Lay a plan out in files."""
-    parts = shards(plan.steps, shard_bytes)
+    source = plan.source
+    weights = plan.weights or source.weights
+    # Of files that have no config, none says that there are several.
+    folder = f"{source.part}/" if source.part and plan.config is not None else ""
+    parts = shards(plan.steps, shard_bytes if plan.config is not None else sys.maxsize, folder + weights)
     texts: dict[str, bytes] = {}
+    copied: dict[str, Path] = {}
     if len(parts) > 1:
-        weight_map = {output.name: part.name for part in parts for step in part.steps for output in step.outputs}
+        weight_map = {
+            output.name: part.name.removeprefix(folder)
+            for part in parts
+            for step in part.steps
+            for output in step.outputs
+        }
         index = {"metadata": {"total_size": sum(step.bytes for step in plan.steps)}, "weight_map": weight_map}
-        texts[SAFETENSORS_INDEX] = _json(index)
-    # Last: a folder without it is no checkpoint.
-    texts[CONFIG] = _json(plan.config)
-    folder = plan.source.folder
-    copied = tuple(
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file()
-        and not path.name.startswith(".")
-        and not path.name.endswith(_WEIGHTS)
-        and path.name not in _OF_THE_SOURCE
-    )
+        texts[folder + index_name(weights)] = _json(index)
+    if plan.config is not None:
+        # Last: a folder without it is no checkpoint.
+        texts[folder + CONFIG] = _json(plan.config)
+        copied = {} if source.alone else _beside(source.folder, folder)
+    if folder:
+        copied |= _beside(source.root) | _other_parts(source.root, source.part)
+        texts[PIPELINE] = copied.pop(PIPELINE).read_bytes()
     files = {Path(info.file).name: Path(info.file).stat() for info in plan.source.found.values()}
     hashed = hashlib.sha256(json.dumps(sorted((n, s.st_size, s.st_mtime_ns) for n, s in files.items())).encode())
     for step in plan.steps:
         hashed.update(f"{step.label} {getattr(step, 'scale_rule', '')} {[s.key for s in step.stored]}".encode())
     for content in (*(part.name.encode() + part.header for part in parts), *texts.values()):
         hashed.update(content)
+    if folder:
+        # These may be large, and are not copied again.
+        hashed.update(json.dumps([(n, p.stat().st_size, p.stat().st_mtime_ns) for n, p in copied.items()]).encode())
     return Job(plan, target, tuple(parts), texts, copied, hashed.hexdigest())
+
+
+def _beside(folder: Path, prefix: str = "") -> dict[str, Path]:
+    """The small files of a folder that stay true, by their names in the target."""
+    return {
+        prefix + path.name: path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and not path.name.startswith(".")
+        and not path.name.endswith(_WEIGHTS)
+        and path.name not in _OF_THE_SOURCE
+    }
+
+
+def _other_parts(root: Path, part: str) -> dict[str, Path]:
+    """All files of the other parts that a pipeline names."""
+    named = json.loads((root / PIPELINE).read_text(encoding="utf-8"))
+    return {
+        path.relative_to(root).as_posix(): path
+        for name in sorted(named)
+        if name != part and (root / name).is_dir()
+        for path in sorted((root / name).rglob("*"))
+        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(root).parts)
+    }
 
 
 def _json(value: Any) -> bytes:
@@ -95,8 +132,9 @@ def check_target(job: Job, resume: bool) -> list[Shard]:
     Raises:
         CheckpointError: it is in the source, has something in it, is of another conversion, or the disk is too small.
     """
-    source, target = job.plan.source.folder.resolve(), job.target.resolve()
-    if target == source or source in target.parents or target in source.parents:
+    source, target = job.plan.source.root.resolve(), job.target.resolve()
+    apart = target != source and source not in target.parents and target not in source.parents
+    if not apart and not (job.plan.source.alone and target != source):
         raise CheckpointError(job.target, None, "a folder apart from the source's", f"one within the other: {source}")
     if job.target.exists() and not job.target.is_dir():
         raise CheckpointError(job.target, None, "a folder, or nothing yet", "a file")
@@ -111,6 +149,7 @@ def check_target(job: Job, resume: bool) -> list[Shard]:
         raise CheckpointError(job.target, None, "the same conversion, begun before", "something else", hint)
     todo = [shard for shard in job.shards if not is_written(job.target / shard.name, shard)]
     done = sum(shard.size for shard in job.shards if shard not in todo)
+    done += sum(path.stat().st_size for name, path in job.copied.items() if _is_copied(job, name))
     there = [partial(job.target / shard.name) for shard in todo]
     # Blocks of 512 bytes; a file with holes has fewer than its size says.
     free = free_bytes(job.target) + sum(512 * getattr(path.stat(), "st_blocks", 0) for path in there if path.exists())
@@ -125,8 +164,16 @@ def _is_ours(job: Job, present: Sequence[str]) -> bool:
         with contextlib.suppress(ValueError, OSError):
             return json.loads((job.target / STATE).read_text()) == {"fingerprint": job.fingerprint}
         return False
-    texts = all(name in present and (job.target / name).read_bytes() == text for name, text in job.texts.items())
+    texts = all(
+        (job.target / name).is_file() and (job.target / name).read_bytes() == text for name, text in job.texts.items()
+    )
     return texts and all(is_written(job.target / shard.name, shard) for shard in job.shards)
+
+
+def _is_copied(job: Job, name: str) -> bool:
+    """Whether a file has been copied: it has its name only when it is whole."""
+    path = job.target / name
+    return path.is_file() and path.stat().st_size == job.copied[name].stat().st_size
 
 
 def free_bytes(path: Path) -> int:
@@ -152,8 +199,10 @@ def write(job: Job, todo: Sequence[Shard], threads: int, progress: Callable[[int
         CheckpointError: the target cannot be written, its disk is full, or a source file is not what it was.
     """
     not_finite: dict[str, int] = {}
+    names = [shard.name for shard in job.shards], job.copied, job.texts
     with writes(job.target):
-        job.target.mkdir(parents=True, exist_ok=True)
+        for folder in {(job.target / name).parent for name in itertools.chain(*names)}:
+            folder.mkdir(parents=True, exist_ok=True)
     with _locked(job):
         for shard in job.shards:
             if shard not in todo:
@@ -161,8 +210,9 @@ def write(job: Job, todo: Sequence[Shard], threads: int, progress: Callable[[int
                 steps_file(job.target / shard.name).unlink(missing_ok=True)
         for shard in todo:
             not_finite |= ShardWriter(job.target, shard, threads, progress).write()
-        for path in job.copied:
-            write_file(job.target / path.name, functools.partial(_copy, path))
+        for name, path in job.copied.items():
+            if "/" not in name or not _is_copied(job, name):
+                write_file(job.target / name, functools.partial(_copy, path))
         for name, text in job.texts.items():
             write_file(job.target / name, functools.partial(_put, text))
     with writes(job.target / STATE):

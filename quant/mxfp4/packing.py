@@ -48,7 +48,17 @@ class Unit:
     classes: tuple[str, ...] = LINEAR
 
 
-def units(model: PreTrainedModel) -> Iterator[Unit]:
+def base_prefix(model: nn.Module) -> str:
+    """What stands before a base model's names in files with a head; nothing where a library has no such thing."""
+    return f"{model.base_model_prefix}." if isinstance(model, PreTrainedModel) else ""
+
+
+def is_base(model: nn.Module) -> bool:
+    """Whether there is no head around."""
+    return not isinstance(model, PreTrainedModel) or model.base_model is model
+
+
+def units(model: nn.Module) -> Iterator[Unit]:
     """The linear layers of a model, and the experts that its rules for files stack."""
     stacks = [pattern(r.model) for r in _rules(model) if isinstance(r, Fuse) and r.stack]
     for name, module in model.named_modules(remove_duplicate=False):
@@ -58,12 +68,12 @@ def units(model: PreTrainedModel) -> Iterator[Unit]:
             continue
         keys = tuple(f"{name}.{key}" for key in EXPERTS)
         if stacks and set(module._parameters) == set(EXPERTS):
-            prefixes = ("", f"{model.base_model_prefix}.")
+            prefixes = ("", base_prefix(model))
             if all(any(s.match(prefix + key) for s in stacks for prefix in prefixes) for key in keys):
                 yield Unit(name, keys)
 
 
-def _rules(model: PreTrainedModel) -> tuple[Rule, ...]:
+def _rules(model: nn.Module) -> tuple[Rule, ...]:
     return tuple(getattr(model, "_weight_rules", ()))
 
 
@@ -152,11 +162,11 @@ def _moved(model: nn.Module, ties: Mapping[str, str], suffixes: Sequence[str]) -
 # ------------------------------------------------------------------------------------------------ a file and its config
 
 
-def choose(model: PreTrainedModel, scheme: Scheme, found: Mapping[str, TensorInfo]) -> dict[str, Group]:
+def choose(model: nn.Module, scheme: Scheme, found: Mapping[str, TensorInfo]) -> dict[str, Group]:
     """The modules to pack, after all that can be checked without reading a tensor.
 
     Args:
-        model: on any device, its layers dense.
+        model: transformers' or not, on any device, its layers dense.
         scheme: what the config says.
         found: the checkpoint's tensors.
 
@@ -205,26 +215,26 @@ def _check_tied(unit: Unit, layers: list[str], roots: Mapping[str, str], found: 
             raise CheckpointError(info.file, f"{layer}.{PACKED}", expected, describe(info))
 
 
-def _check_absent(model: PreTrainedModel, unit: Unit, scheme: Scheme) -> None:
+def _check_absent(model: nn.Module, unit: Unit, scheme: Scheme) -> None:
     """What a file lacks of the base model is missing; a head may be new."""
-    needed = model.base_model is model or unit.name.startswith(f"{model.base_model_prefix}.")
+    needed = is_base(model) or unit.name.startswith(base_prefix(model))
     if needed and scheme.group_of(unit.name, unit.classes) is not None:
         expected = "its tensors in the checkpoint, since a group targets it"
         raise CheckpointError(scheme.where, unit.name, expected, "none")
 
 
-def places(model: PreTrainedModel, found: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
+def places(model: nn.Module, found: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
     """(layer of the file, key in the model of the weight that it makes or makes a part of).
 
     Follows transformers' loader for the weight that the layer would have if it were dense. A packed layer that one of
     transformers' own converters would join with others has no place.
     """
-    rules, theirs = _rules(model), get_model_conversion_mapping(model)
+    rules, theirs = _rules(model), get_model_conversion_mapping(model)  # type: ignore[arg-type]
     transforms = [*weight_transforms(rules), *theirs]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     foreign = {p for t in theirs if isinstance(t, WeightConverter) for p in t.source_patterns}
-    expected, prefix = model.state_dict(), model.base_model_prefix
+    expected, prefix = model.state_dict(), base_prefix(model).removesuffix(".") or None
     for key in found:
         layer, _, last = key.rpartition(".")
         if last not in ("weight", PACKED):
@@ -282,7 +292,7 @@ def _group_of_layer(unit: Unit, layer: str, scheme: Scheme, found: Mapping[str, 
     return group
 
 
-def _check_shapes(model: PreTrainedModel, unit: Unit, layers: list[str], found: Mapping[str, TensorInfo]) -> None:
+def _check_shapes(model: nn.Module, unit: Unit, layers: list[str], found: Mapping[str, TensorInfo]) -> None:
     module = model.get_submodule(unit.name)
     for layer in layers:
         key, info = f"{layer}.{PACKED}", found[f"{layer}.{PACKED}"]
@@ -303,7 +313,7 @@ def _check_shapes(model: PreTrainedModel, unit: Unit, layers: list[str], found: 
             raise CheckpointError(scale.file, f"{layer}.{SCALE}", expects, describe(scale))
 
 
-def _check_all_read(model: PreTrainedModel, read: set[str], found: Mapping[str, TensorInfo]) -> None:
+def _check_all_read(model: nn.Module, read: set[str], found: Mapping[str, TensorInfo]) -> None:
     """Every tensor of quantization must have a layer that reads it."""
     for key in _of_quantization(model, found):
         layer, _, last = key.rpartition(".")
@@ -313,13 +323,13 @@ def _check_all_read(model: PreTrainedModel, read: set[str], found: Mapping[str, 
             raise CheckpointError(found[key].file, key, expected, describe(found[key]), hint)
 
 
-def _of_quantization(model: PreTrainedModel, found: Mapping[str, TensorInfo]) -> list[str]:
+def _of_quantization(model: Any, found: Mapping[str, TensorInfo]) -> list[str]:
     """The keys of a file that only quantized layers can have, but for those that the model leaves out anyway."""
     expected = model.state_dict()
     ignored = re.compile("|".join(f"(?:{p})" for p in model._keys_to_ignore_on_load_unexpected or ()) or r"(?!)")
-    base = f"{model.base_model_prefix}."
+    base = base_prefix(model)
     # A file with a head, loaded into a model without one.
-    headless = model.base_model is model and any(key.startswith(base) for key in found)
+    headless = is_base(model) and any(key.startswith(base) for key in found)
     return [
         key
         for key in found

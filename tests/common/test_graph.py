@@ -25,8 +25,8 @@ OPTIONS = {"do_sample": False, "eos_token_id": None}
 def _graphs_here(monkeypatch):
     if graph.graph_class(DEVICE) is None:
 
-        def capture(device, step):
-            for _ in range(3):
+        def capture(device, step, warm=False):
+            for _ in range(1 if warm else 3):
                 output = step()
             return lambda: output.copy_(step()), output
 
@@ -303,3 +303,129 @@ def test_what_a_graph_cannot_give_is_run(model):
     with torch.enable_grad():
         assert model(input_ids=ids[:, :1], cache=cache).logits.requires_grad
     assert steps() == {}
+
+
+# ----------------------------------------------------------------------------------------------- steps without a cache
+
+
+class Steps(torch.nn.Module):
+    """A model whose step is a function of tensors, one of which may be absent, and of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        # Calls of the code itself, those of a capture among them.
+        self.runs = 0
+
+    @graph.captured_step
+    def step(self, x: torch.Tensor, y: torch.Tensor | None, factor: float) -> torch.Tensor:
+        self.runs += 1
+        return self.linear(x) * factor + (0 if y is None else y)
+
+    def expected(self, x, y, factor):
+        return self.linear(x) * factor + (0 if y is None else y)
+
+
+@pytest.fixture
+def stepping():
+    return Steps().to(DEVICE).requires_grad_(False)
+
+
+def how(model, *arguments) -> str:
+    """Runs a step, checks it, and tells how it ran."""
+    dispatch.reset_explain()
+    assert torch.allclose(model.step(*arguments), model.expected(*arguments), atol=1e-6)
+    [line] = [line for line in dispatch.explain(show=False) if line.op == graph.STEP]
+    return line.backend if line.backend == "graph" else line.reason
+
+
+def test_steps_are_captured_once_shapes_repeat(stepping):
+    """The first with its shapes runs as written; others before the second do not matter."""
+    first = "the first call with these shapes"
+    x = [torch.randn(n, 8, device=DEVICE) for n in (3, 5)]
+    assert how(stepping, x[0], None, 2.0) == first
+    assert how(stepping, x[1], None, 2.0) == first
+    assert how(stepping, x[0] + 1, None, 2.0) == "graph"
+    assert how(stepping, x[1] + 1, None, 2.0) == "graph"
+    for _ in range(3):
+        assert how(stepping, torch.randn_like(x[0]), None, 2.0) == "graph"
+    # What is not a tensor, what is absent, and dtypes count too.
+    assert how(stepping, x[0], None, 3.0) == first
+    assert how(stepping, x[0], x[0], 2.0) == first
+    assert how(stepping, x[0], x[0] + 1, 2.0) == "graph"
+    assert how(stepping, x[0], x[0].double(), 2.0) == first
+
+
+def test_results_of_steps_stay(stepping):
+    """Each is a tensor of its own, and arguments may have any strides."""
+    xs = [torch.randn(8, 3, device=DEVICE).t() for _ in range(5)]
+    results = [stepping.step(x, None, 1.5) for x in xs]
+    for x, y in zip(xs, results, strict=True):
+        assert torch.allclose(y, stepping.expected(x, None, 1.5), atol=1e-6)
+    assert len({y.data_ptr() for y in results}) == 5
+
+
+def test_weights_of_steps(stepping):
+    """Written in place they count at the next replay; moved, the graph is captured anew."""
+    x = torch.randn(3, 8, device=DEVICE)
+    for _ in range(2):
+        stepping.step(x, None, 1.0)
+    stepping.linear.weight.mul_(2.0)
+    assert how(stepping, x, None, 1.0) == "graph"
+    stepping.linear.weight = torch.nn.Parameter(torch.randn(8, 8, device=DEVICE), requires_grad=False)
+    assert how(stepping, x, None, 1.0) == "the first call with these shapes"
+    assert how(stepping, x, None, 1.0) == "graph"
+
+
+def test_few_graphs_of_steps_are_kept(stepping):
+    for n in range(1, 6):
+        for _ in range(2):
+            stepping.step(torch.randn(n, 8, device=DEVICE), None, 1.0)
+    assert [key[1][0][0][0] for key in graph._STEPS[stepping].graphs] == [4, 5]
+
+
+def test_reasons_for_eager_steps(stepping):
+    x = torch.randn(3, 8, device=DEVICE)
+    handle = stepping.linear.register_forward_hook(lambda *_: None)
+    assert how(stepping, x, None, 1.0) == "modules have hooks"
+    handle.remove()
+    own = stepping.linear.forward
+    stepping.linear.forward = lambda x: own(x)
+    assert how(stepping, x, None, 1.0) == "modules have hooks"
+    del stepping.linear.forward
+    stepping.peft_config = {"default": object()}
+    assert how(stepping, x, None, 1.0) == "adapters are loaded"
+    del stepping.peft_config
+    stepping.linear.compile(backend="eager")
+    assert how(stepping, x, None, 1.0) == "modules are compiled"
+
+
+def test_steps_that_are_not_for_graphs(stepping):
+    """With gradients, inside `use_graphs(False)`: not even noted."""
+    x = torch.randn(3, 8, device=DEVICE)
+    for _ in range(3):
+        with graph.use_graphs(False):
+            stepping.step(x, None, 1.0)
+        with torch.enable_grad():
+            stepping.linear.requires_grad_(True)
+            assert stepping.step(x, None, 1.0).requires_grad
+    assert stepping not in graph._STEPS
+    assert dispatch.explain(show=False) == []
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="there is an accelerator")
+def test_no_steps_are_captured_on_a_cpu(stepping, monkeypatch):
+    monkeypatch.setattr(graph, "graph_class", lambda device: None)
+    for _ in range(3):
+        stepping.step(torch.randn(3, 8), None, 1.0)
+    assert stepping.runs == 3
+    assert stepping not in graph._STEPS
+    assert dispatch.explain(show=False) == []
+
+
+def test_models_with_captured_steps_are_copied(stepping):
+    x = torch.randn(3, 8, device=DEVICE)
+    for _ in range(2):
+        stepping.step(x, None, 1.0)
+    other = copy.deepcopy(stepping)
+    assert how(other, x, None, 1.0) == "the first call with these shapes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
@@ -234,6 +236,97 @@ def test_no_site_falls_back_at_the_released_sizes(
         assert model(**given).sample.shape == (1, 16, config["in_channels"])
     assert {backend for _, backend, _ in chosen} == {"triton"}, chosen
     assert [name for name, *_ in chosen].count("qk_norm_rope") == 2
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a device would launch: PyTorch's operators but for views, and each of our ops and attention as one.
+
+    cuBLAS may split a sum over two kernels; that is not seen here.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._inside = 0
+        monkeypatch.setattr(dispatch.Op, "__call__", self._as_one(dispatch.Op.__call__, lambda op: op.name))
+        attend = self._as_one(_flash_attention, lambda q: "attention")
+        monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+
+    def _as_one(self, run: Any, name: Any) -> Any:
+        def counted(first: Any, *args: Any, **kwargs: Any) -> Any:
+            self.counts[name(first)] += self._inside == 0
+            self._inside += 1
+            try:
+                return run(first, *args, **kwargs)
+            finally:
+                self._inside -= 1
+
+        return counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        # A view by another name, and memory.
+        if not (self._inside or func.is_view or name in ("_unsafe_view", "empty", "new_empty", "detach")):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """No values; memory as flash attention lays it out, with a token's heads side by side."""
+    return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sites", "most"), [("klein-4b", 25, 300), ("dev", 56, 600)], ids=["klein-4B", "dev"]
+)
+def test_launches_of_the_released_sizes(monkeypatch: pytest.MonkeyPatch, layout: str, sites: int, most: int) -> None:
+    """Nothing is copied in the blocks: their launches are products, attention and our ops."""
+    monkeypatch.setattr(
+        modeling_flux2.Flux2PosEmbed, "forward", lambda self, txt, img: torch.empty(len(txt) + len(img), 128)
+    )
+    # Of one width: the number of launches goes by the blocks alone.
+    config = LAYOUTS[layout] | dict(num_attention_heads=2, joint_attention_dim=64)
+    with torch.device("meta"), torch.no_grad():
+        model = Flux2Transformer2DModel(**config).bfloat16()
+        given = {
+            k: v.bfloat16() if isinstance(v, Tensor) and "ids" not in k else v
+            for k, v in call(model, B=1, side=4, text=8).items()
+        }
+        with Launches(monkeypatch) as launches:
+            model(**given)
+    counts = launches.counts
+    double, single = len(model.transformer_blocks), len(model.single_transformer_blocks)
+    assert counts["qk_norm_rope"] == counts["attention"] == double + single == sites
+    assert counts["concat_swiglu"] == single
+    assert counts["ada_layer_norm"] == 4 * double + single + 1
+    assert counts["gated_residual"] == 4 * double + single
+    assert counts["gated_activation"] == 2 * double
+    # Text before picture, and cosines beside sines of each sinusoid of a time.
+    assert counts["cat"] == 1 + 1 + model.config.guidance_embeds
+    assert not {"clone", "copy_", "contiguous"} & counts.keys()
+    assert counts.total() <= most
+
+
+@torch.no_grad()
+def test_joined_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written into one tensor where layers are plain, joined where they are not, the same either way."""
+    ours, _ = pair(num_layers=1, num_single_layers=0)
+    attn = ours.transformer_blocks[0].attn
+    layers, streams = (attn.add_q_proj, attn.to_q), (torch.randn(1, 5, 128), torch.randn(1, 9, 128))
+    expected = torch.cat([layer(x) for layer, x in zip(layers, streams, strict=True)], dim=1)
+    products: list[int] = []
+    product = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *a, **k: (products.append(1), product(*a, **k))[1])
+    assert torch.equal(modeling_flux2._joined(layers, streams), expected)
+    assert products == [1, 1]
+    both = tuple(x.expand(2, -1, -1) for x in streams)
+    assert torch.allclose(modeling_flux2._joined(layers, both), expected.expand(2, -1, -1), atol=1e-6)
+    handle = attn.to_q.register_forward_hook(lambda *_: torch.zeros(1, 9, 128))
+    assert torch.equal(modeling_flux2._joined(layers, streams)[:, 5:], torch.zeros(1, 9, 128))
+    handle.remove()
+    attn.to_q.forward = lambda x: torch.ones(1, 9, 128)
+    assert torch.equal(modeling_flux2._joined(layers, streams)[:, 5:], torch.ones(1, 9, 128))
+    assert products == [1, 1]
 
 
 @pytest.mark.parametrize(("layout", "billions"), {"dev": 32.22, "klein-4b": 3.876, "klein-9b": 9.079}.items())

@@ -17,7 +17,7 @@ from accelerate import cpu_offload
 from PIL import Image
 
 from tests.models.flux2.inputs import TINY, call, relative
-from xpu_ports.common import dispatch
+from xpu_ports.common import dispatch, graph
 from xpu_ports.models.flux2 import Flux2Transformer2DModel, load_pipeline
 
 COLOURS = ("red", "green", "blue", "yellow", "white")
@@ -126,7 +126,10 @@ def test_saved_pipeline(ours: Any, tmp_path: Path) -> None:
     assert type(plain.transformer) is diffusers.Flux2Transformer2DModel
     assert type(again.transformer) is Flux2Transformer2DModel
     results = [pictures(pipe, "a green five", num_inference_steps=2) for pipe in (ours, again, plain)]
-    assert np.array_equal(results[0], results[1])
+    # Not bit for bit: products of weights in a mapped file, which are not aligned, are summed in another order.
+    ours_, again_ = ours.transformer.state_dict(), again.transformer.state_dict()
+    assert all(torch.equal(ours_[name], again_[name]) for name in ours_ | again_)
+    assert_same(results[0], results[1])
     assert_same(results[0], results[2])
 
 
@@ -227,3 +230,56 @@ def test_layers_are_split_where_blocks_end() -> None:
     assert names == set(model._no_split_modules) == set(model._repeated_blocks)
     given = call(model, side=2)
     assert relative(model(**given).sample, model(**given).sample) == 0.0
+
+
+# ------------------------------------------------------------------------------------------------------ captured steps
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs on a CPU: what stands in for one runs the captured function again."""
+    if torch.accelerator.is_available():
+        return
+
+    def capture(device: torch.device, step: Any, warm: bool) -> tuple[Any, torch.Tensor]:
+        output = step()
+        return lambda: output.copy_(step()), output
+
+    monkeypatch.setattr(graph, "capture", capture)
+    monkeypatch.setattr(graph, "graph_class", lambda device: object)
+
+
+def steps() -> dict[str, int]:
+    return {d.backend: d.calls for d in dispatch.explain(show=False) if d.op == graph.STEP}
+
+
+@pytest.mark.usefixtures("captured")
+def test_captured_pictures(theirs: Any) -> None:
+    """Prompts, sizes, guidance, batches and references in turn, all with the same graphs and as diffusers draws."""
+    pipe = quiet(load_pipeline(TINY, dtype=torch.float32))
+    dispatch.reset_explain()
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
+    small = dict(height=32, width=64)
+    for prompt, options in (
+        ("a red three", {}), ("a blue seven", {}), ("a red three", small), ("a white two", dict(guidance_scale=2.0)),
+        (["a green one", "a red two"], small), ("a green one", dict(image=image)), ("a red three", {}),
+    ):  # fmt: skip
+        assert_same(*(pictures(p, prompt, **dict(guidance_scale=1.0) | options) for p in (pipe, theirs)))
+    # Of each first kind of picture the first step.
+    assert steps() == {"eager": 4, "graph": 7 * 4 + 4 - 4}
+
+
+@pytest.mark.usefixtures("captured")
+def test_captured_until_adapters_are_loaded(theirs: Any) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    pipe = quiet(load_pipeline(TINY, dtype=torch.float32))
+    plain = pictures(pipe, "a white two", guidance_scale=1.0)
+    pipe.load_lora_weights(adapter(), adapter_name="a")
+    dispatch.reset_explain()
+    with_ = pictures(pipe, "a white two", guidance_scale=1.0)
+    assert steps() == {"eager": 4}
+    assert np.abs(with_ - plain).max() > ONE_STEP
+    pipe.unload_lora_weights()
+    assert_same(pictures(pipe, "a white two", guidance_scale=1.0), plain)
+    # The graph from before is right again.
+    assert steps() == {"eager": 4, "graph": 4}
