@@ -91,10 +91,12 @@ def _narrowed(items: list[pytest.Function]) -> list[pytest.Function]:
 
     The reference and the interpreter run all of them. Here each is another code, and its compilation takes seconds.
     """
-    by_test: dict[tuple[pathlib.Path, str], dict[tuple, list[pytest.Function]]] = {}
+    by_test: dict[tuple[pathlib.Path, type | None, str], dict[tuple, list[pytest.Function]]] = {}
     for item in items:
         values = {k: repr(v) for k, v in item.callspec.params.items() if k != "xpu_architecture"}
-        by_test.setdefault((item.path, item.originalname), {}).setdefault(tuple(values.items()), []).append(item)
+        by_test.setdefault((item.path, item.cls, item.originalname), {}).setdefault(tuple(values.items()), []).append(
+            item
+        )
     kept: list[pytest.Function] = []
     for combinations in by_test.values():
         listed = list(combinations)
