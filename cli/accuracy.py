@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from xpu_ports.cli import _common
-from xpu_ports.cli.image import INDEX
+from xpu_ports.cli._pipeline import is_pipeline
 from xpu_ports.cli.image import check_checkpoint as check_pipeline
 
 
@@ -103,9 +103,8 @@ def find_model(checkpoint: str) -> str:
     Raises:
         UserError: there is none, or no such checkpoint.
     """
-    folder = Path(checkpoint).expanduser()
-    if (folder / INDEX).is_file():
+    if is_pipeline(checkpoint):
         check_pipeline(checkpoint)
         return "flux2"
     _common.check_checkpoint(checkpoint)
-    return _common.model_type_of(str(folder))
+    return _common.model_type_of(str(Path(checkpoint).expanduser()))

@@ -22,6 +22,7 @@ from xpu_ports.cli.doctor import doctor
 from xpu_ports.cli.explain import explain
 from xpu_ports.cli.generate import generate
 from xpu_ports.cli.image import image
+from xpu_ports.cli.plan import plan
 from xpu_ports.cli.tune import tune
 from xpu_ports.cli.warmup import warmup
 
@@ -34,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, image, explain, accuracy, warmup, tune, convert, doctor):
+for command in (generate, image, explain, accuracy, plan, warmup, tune, convert, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 import transformers
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -79,6 +80,16 @@ class PackedLoading(StrictLoading):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """`StrictLoading.from_pretrained`, after `register()`: the same arguments, results and errors."""
+        """`StrictLoading.from_pretrained`, after `register()`: the same arguments, results and errors.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little memory; says how to find out what fits.
+        """
         register()
-        return super().from_pretrained(*args, **kwargs)
+        try:
+            return super().from_pretrained(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            checkpoint = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            raise torch.OutOfMemoryError(
+                f"{error} `xpu-ports plan {checkpoint} --device here` says what fits"
+            ) from None

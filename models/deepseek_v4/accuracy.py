@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,10 +42,13 @@ BOUNDS = {
         kl=0.01, top_1=0.95, perplexity=0.02, layer=0.05,
     ),
 }  # fmt: skip
-# In MXFP4 all but the routed experts stays dense, as in the published files.
-DENSE = [r"re:(?!.*\.experts).*"]
 # More entries than a text here has: the indexer chooses all of them.
 ALL = {"index_topk": 1 << 20}
+
+
+def dense_layers(model: Any) -> list[str]:
+    """What stays dense in MXFP4: all but the routed experts, as in the published files."""
+    return [r"re:(?!.*\.experts).*"]
 
 
 def mtp(subject: Subject, options: Options, ids: Tensor) -> list[Section]:
@@ -91,8 +95,8 @@ SUBJECT = Subject(
         "compared with all entries chosen (index_topk): of entries with equal scores transformers' choice depends on "
         "the length of the text"
     ),
-    quantize=lambda model: quantize_model(model, ignore=DENSE),
-    round_weights=lambda model: round_weights(model, ignore=DENSE),
+    quantize=lambda model: quantize_model(model, ignore=dense_layers(model)),
+    round_weights=lambda model: round_weights(model, ignore=dense_layers(model)),
     caches={"fp8": {"cache_dtype": "fp8"}},
     more=mtp,
 )

@@ -94,6 +94,16 @@ def round_weights(model: PreTrainedModel, scale_rule: str = "even", ignore: Sequ
     return model
 
 
+def packed_keys(model: PreTrainedModel, ignore: Sequence[str] = ()) -> set[str]:
+    """The keys of the weights that `quantize_model` would pack; the model may be on the meta device.
+
+    Raises:
+        ValueError: as there.
+    """
+    chosen, _ = _choose(model, None, "even", ignore)
+    return {key for unit in units(model) if unit.name in chosen for key in unit.keys}
+
+
 def _choose(
     model: PreTrainedModel, activations: str | None, scale_rule: str, ignore: Sequence[str]
 ) -> tuple[dict[str, Group], dict[str, Any]]:

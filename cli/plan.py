@@ -1,0 +1,290 @@
+"""`xpu-ports plan`: whether a checkpoint fits a card, before any of it is loaded."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from xpu_ports.cli import _common
+from xpu_ports.cli._pipeline import INDEX, is_pipeline, part_bytes, read_part
+
+if TYPE_CHECKING:
+    from xpu_ports.common.cards import Card
+
+HERE = "here"
+# What is worked on at once unless said otherwise.
+PREFILL = 4096
+VARIANTS = ("bf16", "mxfp4")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of a model in one form."""
+
+    variant: str
+    weights: int
+    cache: int
+    activations: int
+    # The largest single tensor.
+    largest: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.activations
+
+
+def plan(
+    checkpoint: _common.CheckpointArgument,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="CARD", help="b580, b60, max1550, ..., or here; all cards when left out."),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a sequence that are kept.")] = 8192,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at once.")] = 1,
+    prefill: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help=f"Tokens that are read at once; {PREFILL} at most.")
+    ] = None,
+    side: Annotated[int, typer.Option(min=64, metavar="PIXELS", help="FLUX.2: of a square picture.")] = 1024,
+    as_json: _common.JsonOption = False,
+    verbose: _common.VerboseOption = False,
+) -> None:
+    """Tell what memory a checkpoint needs, in bf16 and in MXFP4, and which card has it.
+
+    Reads the config and the headers of the weight files, of a name on the Hub these alone. Weights and caches are
+    exact, activations an estimate. Exit code 1 when nothing of it fits the card that is named.
+    """
+    _common.quiet_libraries(verbose)
+    wanted = cards(device)
+    if is_pipeline(checkpoint):
+        result = plan_pipeline(checkpoint, side)
+    else:
+        _common.check_checkpoint(checkpoint)
+        result = plan_model(str(Path(checkpoint).expanduser()), context, batch, prefill or min(context, PREFILL))
+    result["cards"] = [fit(card, need, result) for card in wanted for need in result["needs"]]
+    fits = any(row["fits"] for row in result["cards"])
+    if as_json:
+        _common.print_json(_plain(result))
+    else:
+        show(result)
+    if device is not None and not fits:
+        raise typer.Exit(1)
+
+
+def cards(device: str | None) -> list[Card]:
+    """The cards to plan for.
+
+    Raises:
+        UserError: there is no such card, or none here.
+    """
+    from xpu_ports.common.cards import CARDS, GIB, Card, card
+
+    if device is None:
+        return list(CARDS.values())
+    if device != HERE:
+        try:
+            return [card(device)]
+        except ValueError as error:
+            raise _common.UserError(f"--device: {error}") from error
+    found = _common.resolve_device("auto")
+    if found.type == "cpu":
+        raise _common.UserError("--device here: there is no XPU and no CUDA device here")
+    import torch
+
+    total = getattr(torch, found.type).get_device_properties(found).total_memory
+    return [Card(_common.device_name(found), total / GIB, "its driver", share=1.0)]
+
+
+# ---------------------------------------------------------------------------------------------------- language models
+
+
+def plan_model(checkpoint: str, context: int, batch: int, prefill: int) -> dict[str, Any]:
+    """What a language model needs.
+
+    Args:
+        checkpoint: a folder, or a name on the Hub.
+        context, batch: tokens of a sequence, and sequences.
+        prefill: tokens that are read at once.
+    """
+    import torch
+
+    model_type = _common.model_type_of(checkpoint)
+    memory: Any = importlib.import_module(f"xpu_ports.models.{model_type}.memory")
+    config = _common.port(model_type).config_class.from_pretrained(checkpoint)
+    dtype = torch.bfloat16
+    sizes = weight_bytes(model_type, config)
+
+    def cache(tokens: int) -> int:
+        return int(memory.cache_bytes(config, batch, tokens, dtype))
+
+    # Behind the layers the last token's logits, once more in fp32 to choose from.
+    logits = batch * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
+    activations = memory.activation_bytes(config, batch, prefill, dtype) + logits
+    needs = [Need(name, weights, cache(context), activations, largest) for name, (weights, largest) in sizes.items()]
+    return {
+        "checkpoint": checkpoint,
+        "model_type": model_type,
+        "context": context,
+        "batch": batch,
+        "prefill": prefill,
+        "files": file_bytes(checkpoint),
+        "needs": needs,
+        "cache_of": cache,
+    }
+
+
+def weight_bytes(model_type: str, config: Any) -> dict[str, tuple[int, int]]:
+    """(bytes of all weights, of the largest) in each form, from the config: a model without data has the shapes."""
+    import copy
+
+    import torch
+    from transformers import initialization as init
+
+    from xpu_ports.common.weights import expected_tensors
+    from xpu_ports.quant.mxfp4.format import BLOCK
+    from xpu_ports.quant.mxfp4.quantize import packed_keys
+
+    config = copy.copy(config)
+    config.dtype = torch.bfloat16
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    port = _common.port(model_type)
+    dense_layers = importlib.import_module(f"xpu_ports.models.{model_type}.accuracy").dense_layers
+    with torch.device("meta"), init.no_init_weights():
+        model = port._from_config(config)
+    model.tie_weights()
+    packed = packed_keys(model, dense_layers(model))
+    forms: dict[str, list[int]] = {name: [] for name in VARIANTS}
+    for key, info in expected_tensors(port, config).items():
+        elements = math.prod(info.shape)
+        forms["bf16"].append(elements * info.dtype.itemsize)
+        forms["mxfp4"].append(elements // 2 + elements // BLOCK if key in packed else forms["bf16"][-1])
+    return {name: (sum(sizes), max(sizes)) for name, sizes in forms.items()}
+
+
+def file_bytes(checkpoint: str) -> int | None:
+    """Bytes of the tensors in the files, by their headers alone; None where none can be read."""
+    from xpu_ports.common.checkpoint import CheckpointError, checkpoint_files, read_headers
+
+    if Path(checkpoint).is_dir():
+        try:
+            tensors = read_headers(checkpoint_files(checkpoint))
+        except CheckpointError:
+            # A config alone is enough for a plan.
+            return None
+        return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors.values())
+    import httpx
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.get_safetensors_metadata(checkpoint)
+    except (huggingface_hub.errors.NotASafetensorsRepoError, httpx.HTTPError, OSError):
+        # The config, which is at hand, is enough.
+        return None
+    return sum(t.data_offsets[1] - t.data_offsets[0] for f in found.files_metadata.values() for t in f.tensors.values())
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def plan_pipeline(checkpoint: str, side: int) -> dict[str, Any]:
+    """What FLUX.2 needs, with all parts on the device and with the one that runs."""
+    import torch
+
+    from xpu_ports.models.flux2.memory import activation_bytes
+
+    index = read_part(checkpoint, INDEX)
+    parts = {name: sizes for name in index if (sizes := part_bytes(checkpoint, name)) is not None}
+    transformer, vae = (read_part(checkpoint, f"{name}/config.json") for name in ("transformer", "vae"))
+    activations = activation_bytes(transformer, vae, side, 512, torch.bfloat16)
+    totals, largest = {n: sum(s) for n, s in parts.items()}, max(max(s) for s in parts.values())
+    return {
+        "checkpoint": checkpoint,
+        "model_type": "flux2",
+        "side": side,
+        "files": sum(totals.values()),
+        "parts": totals,
+        "needs": [
+            Need("all parts", sum(totals.values()), 0, activations, largest),
+            Need("--offload", max(totals.values()), 0, activations, largest),
+        ],
+        "cache_of": None,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- verdict
+
+
+def fit(card: Card, need: Need, result: dict[str, Any]) -> dict[str, Any]:
+    """Whether a card has room, and what is left or missing."""
+    from xpu_ports.common.cards import GIB
+
+    left = card.usable - need.total
+    too_large = card.largest_gib is not None and need.largest > card.largest_gib * GIB
+    return {
+        "card": card.name,
+        "usable": card.usable,
+        "variant": need.variant,
+        "fits": left >= 0 and not too_large,
+        "left": left,
+        "longest_context": longest(result["cache_of"], card.usable - need.weights - need.activations),
+        "note": f"a tensor of {need.largest / GIB:.1f} GiB; {card.note}" if too_large else card.note,
+    }
+
+
+def longest(cache_of: Callable[[int], int] | None, room: int) -> int | None:
+    """The most tokens whose cache fits; 0 if none does, None where there is no cache."""
+    if cache_of is None:
+        return None
+    low, high = 0, 1
+    while high < 1 << 30 and cache_of(high) <= room:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cache_of(middle) <= room else (low, middle)
+    return low
+
+
+def show(result: dict[str, Any]) -> None:
+    """Two tables: what is needed, and which card has it."""
+    about = f"{result['checkpoint']} ({result['model_type']})"
+    if result["files"] is not None:
+        about += f", {gib(result['files'])} in its files"
+    print(about)
+    if "parts" in result:
+        print("parts: " + ", ".join(f"{name} {gib(size)}" for name, size in result["parts"].items()))
+    else:
+        print(f"{result['batch']} x {result['context']} tokens kept, {result['prefill']} read at once")
+    print()
+    _common.print_table(
+        ["", "weights", "cache", "activations, about", "total"],
+        [[n.variant, gib(n.weights), gib(n.cache), gib(n.activations), gib(n.total)] for n in result["needs"]],
+    )
+    print()
+    rows = []
+    for row in result["cards"]:
+        said = f"fits, {gib(row['left'])} left" if row["fits"] else "too large"
+        if row["left"] < 0:
+            said = f"{gib(-row['left'])} too little"
+        longest_context = row["longest_context"]
+        context = "" if longest_context is None else f"{longest_context:,}" if longest_context < 1 << 29 else "any"
+        rows.append([row["card"], gib(row["usable"]), row["variant"], said, context, row["note"]])
+    _common.print_table(["card", "usable", "form", "", "longest context", "note"], rows)
+
+
+def gib(size: int) -> str:
+    """Bytes in words."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size / 1024:.1f} KiB"
+
+
+def _plain(result: dict[str, Any]) -> dict[str, Any]:
+    needs = [{**need.__dict__, "total": need.total} for need in result["needs"]]
+    return {**{k: v for k, v in result.items() if k != "cache_of"}, "needs": needs}
