@@ -18,6 +18,8 @@ from xpu_ports.quant.mxfp4.kernels.mxfp4_quantize import round_rows
 LARGEST_TILED = 64
 # Numbers that are decoded at a time.
 _DECODED_AT_ONCE = 2**25
+# Rows of the weight that they are a multiple of.
+_ALIGNED = 256
 
 
 def refuses_weight(x: Tensor, packed: Tensor, scale: Tensor) -> str | None:
@@ -75,7 +77,8 @@ def _decode_and_multiply(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor 
     N, K = packed.shape[0], x.shape[-1]
     # Of rounded rows, bf16, the product in a wider dtype is not to be rounded to bf16 in between.
     x = (x if x.dtype == y.dtype else x.float()).reshape(-1, K)
-    step = min(N, max(1, _DECODED_AT_ONCE // K))
+    # A part of the product that does not begin at a multiple of 16 bytes takes the vendor's library twice as long.
+    step = min(N, max(_ALIGNED, _DECODED_AT_ONCE // K // _ALIGNED * _ALIGNED))
     workspace = torch.empty((step, K), dtype=x.dtype, device=x.device)
     bias = None if bias is None else bias.to(x.dtype)
     for start in range(0, N, step):
