@@ -29,6 +29,9 @@ from xpu_offline.record import Record
 from xpu_offline.targets import CPU, TARGETS
 from xpu_ports.common.device import ARCHITECTURES, architecture
 
+# Warps of the code for this CPU: the more, the less each lane does, and the less straight code there is to build. A
+# product of tiles on a GPU's few warps takes minutes.
+CPU_WARPS = MOST_WARPS
 # Packed metadata, launch metadata, enter hook, exit hook.
 _BEFORE_ARGUMENTS = 4
 _compile_only: contextvars.ContextVar[bool] = contextvars.ContextVar("compile_only", default=False)
@@ -181,7 +184,7 @@ class Launcher:
 
     def _build(self) -> cpu.Program:
         m = self.metadata
-        options = {"num_warps": m.num_warps, "num_stages": m.num_stages}
+        options = {"num_warps": CPU_WARPS, "num_stages": m.num_stages}
         with _exact_bf16_products():
             compiled = triton.compile(self.source, target=CPU, options=options)
         self._atomic = "tt.atomic" in compiled.asm["ttir"]
