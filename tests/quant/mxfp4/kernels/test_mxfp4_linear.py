@@ -132,7 +132,8 @@ class Both:
     def test_decoded_to_memory(self, linear: Runner, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
         """For many rows, here for all, ten outputs at a time."""
         monkeypatch.setattr(triton, "LARGEST_TILED", 0)
-        monkeypatch.setattr(triton, "_DECODED_AT_ONCE", 10 * 96)
+        monkeypatch.setattr(triton, "_DECODED_AT_ONCE", 13 * 96)
+        monkeypatch.setattr(triton, "_ALIGNED", 5)
         linear(torch.randn(2, 9, 96).to(dtype), *weight_of(33, 96), torch.randn(33).to(dtype))
 
     def test_not_a_number_stays_in_its_row(self, linear: Runner) -> None:
