@@ -62,11 +62,13 @@ def bench_model(
     out: Path | None,
     as_json: bool,
     compiled: bool = False,
+    more: Callable[[Any], list[dict[str, Any]]] | None = None,
 ) -> None:
     """Measure and report; random weights where no checkpoint is given.
 
     Args:
         compiled: also the decode step through `torch.compile`, without our graphs.
+        more: what else to measure of the model, as lines of the results.
 
     Raises:
         ValueError: no such model or layout.
@@ -86,7 +88,8 @@ def bench_model(
             if theirs is not None:
                 results.append(_measure("transformers", theirs, ids, min(new, PEER_TOKENS), count=True))
             _free(model)
-    _report(name, layout or str(checkpoint), device, dtype, results, explain(show=False), out, as_json)
+    extra = [] if more is None else more(model)
+    _report(name, layout or str(checkpoint), device, dtype, results, explain(show=False), out, as_json, extra)
 
 
 def _build(
@@ -251,9 +254,11 @@ def _report(
     ledger: Explanation,
     out: Path | None,
     as_json: bool,
+    extra: list[dict[str, Any]],
 ) -> None:
     lines = [{"model": name, "layout": what, "dtype": str(dtype).removeprefix("torch."), **environment(device)}]
     lines += [dataclasses.asdict(r) for r in results]
+    lines += extra
     lines += [{"explain": dataclasses.asdict(decision)} for decision in ledger]
     if as_json:
         for line in lines:

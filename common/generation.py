@@ -66,24 +66,43 @@ def _takes(model: Any, stopping_criteria: Any, config: GenerationConfig, model_k
         and cache is not None
         and not getattr(cache, "_is_user_defined", False)
         and (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2))
-        and all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria)
-        and stopping_criteria.max_length is not None
+        and stops_plainly(stopping_criteria)
         and not set(model_kwargs) - {"cache", "attention_mask", "use_cache", "position_ids", "logits_to_keep"}
     )
 
 
+def stops_plainly(stopping_criteria: Any) -> bool:
+    """Whether a text ends at a length, and at tokens, and in no other way."""
+    plain = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria)
+    return plain and stopping_criteria.max_length is not None
+
+
 @dataclass
-class _Slot:
+class Slot:
     """What one step sends to the host, and when it is there."""
 
-    length: int
-    unfinished: Tensor
-    tokens: Tensor
+    tensors: list[Tensor]
     event: Any
+    length: int = 0
 
-    def wait(self) -> None:
+    @classmethod
+    def of(cls, *tensors: Tensor, length: int = 0) -> Slot:
+        """Send tensors of one device."""
+        device = tensors[0].device
+        on_cpu = device.type == "cpu"
+        sent = [torch.empty(t.shape, dtype=t.dtype, pin_memory=not on_cpu) for t in tensors]
+        for target, source in zip(sent, tensors, strict=True):
+            target.copy_(source, non_blocking=True)
+        event = None if on_cpu else torch.Event(device=device)
+        if event is not None:
+            event.record()
+        return cls(sent, event, length)
+
+    def read(self) -> list[Tensor]:
+        """What was sent, on the host: waits for it."""
         if self.event is not None:
             self.event.synchronize()
+        return self.tensors
 
 
 class _Loop:
@@ -114,7 +133,7 @@ class _Loop:
             self.mask = mask.new_ones(batch, self.max_length)
             self.mask[:, : self.prompt] = mask
         self.unfinished = torch.ones(batch, dtype=torch.bool, device=device)
-        self.slots: deque[_Slot] = deque()
+        self.slots: deque[Slot] = deque()
 
     def run(self, outputs: Any) -> Tensor:
         cache, length = outputs.cache, self.prompt
@@ -157,19 +176,12 @@ class _Loop:
         """Send this step's tokens and flag to the host; the length at which all rows had ended, once it is known."""
         if self.eos is None and self.streamer is None:
             return None
-        on_cpu = tokens.device.type == "cpu"
-        sent = [torch.empty(t.shape, dtype=t.dtype, pin_memory=not on_cpu) for t in (self.unfinished, tokens)]
-        for target, source in zip(sent, (self.unfinished, tokens), strict=True):
-            target.copy_(source, non_blocking=True)
-        event = None if on_cpu else torch.Event(device=tokens.device)
-        if event is not None:
-            event.record()
-        self.slots.append(_Slot(length, *sent, event))
+        self.slots.append(Slot.of(self.unfinished, tokens, length=length))
         return self.read() if len(self.slots) > AHEAD else None
 
     def read(self) -> int | None:
         slot = self.slots.popleft()
-        slot.wait()
+        unfinished, tokens = slot.read()
         if self.streamer is not None:
-            self.streamer.put(slot.tokens)
-        return None if self.eos is None or bool(slot.unfinished.any()) else slot.length
+            self.streamer.put(tokens)
+        return None if self.eos is None or bool(unfinished.any()) else slot.length

@@ -495,7 +495,7 @@ def _graph_for(
     cache = kwargs["cache"]
     batch, length = kwargs["input_ids"].shape[0], cache.get_seq_length()
     graphs: OrderedDict[tuple, CacheGraph] = model.__dict__.setdefault("_decode_graphs", OrderedDict())
-    reason = _refuses_mask(kwargs.get("attention_mask")) or refuses(model, hooks=False) or steps.refuses(model, cache)
+    reason = refuses(model, hooks=False) or steps.refuses(model, cache) or _refuses_mask(kwargs.get("attention_mask"))
     bound = steps.holder(cache)
     if reason is None and bound is not None and length < bound.capacity and bound.model() is model:
         key = (batch, bound.capacity, *steps.kind(cache), *circumstances(model))

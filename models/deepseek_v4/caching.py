@@ -32,20 +32,41 @@ class Lengths:
         self.tokens: Tensor | None = None
         # [B, up to ROLLBACK], whether each of the last columns counted; None where all did.
         self.counted: Tensor | None = None
+        # Whether a captured step holds `tokens`, and the layers' tensors: they are written in place from then on.
+        self.fixed = False
+        # [B], int64: how many tokens of a captured step are each row's; elsewhere None.
+        self.count: Tensor | None = None
 
     def advance(self, count: Tensor, columns: int, mask: Tensor | None) -> None:
         """Add columns, of which `mask` [B, columns] tells those that count: `count` [B] of them in each row."""
         assert self.tokens is not None
-        self.tokens = self.tokens + count
+        if self.fixed:
+            self.tokens.add_(count)
+        else:
+            self.tokens = self.tokens + count
+        self.note(columns, mask)
+
+    def note(self, columns: int, mask: Tensor | None) -> None:
+        """What `advance` does on the host: `tokens` has been added to."""
         if mask is not None or self.counted is not None:
+            assert self.tokens is not None
             before, new = self.counted, mask
             if before is None:
-                before = count.new_ones(count.shape[0], min(self.columns, ROLLBACK), dtype=torch.bool)
+                size = self.tokens.shape[0], min(self.columns, ROLLBACK)
+                before = self.tokens.new_ones(size, dtype=torch.bool)
             if new is None:
                 new = before.new_ones(before.shape[0], columns)
             self.counted = torch.cat([before, new.bool()], dim=1)[:, -ROLLBACK:]
         self.columns += columns
         self.written = max(self.written, self.columns)
+
+    def _put(self, tokens: Tensor) -> None:
+        """Have `tokens` from here on, in place where a captured step reads them."""
+        if self.fixed:
+            assert self.tokens is not None
+            self.tokens.copy_(tokens)
+        else:
+            self.tokens = tokens
 
     def crop(self, columns: int) -> None:
         """Take back the last columns.
@@ -65,23 +86,23 @@ class Lengths:
             return
         assert self.tokens is not None
         if self.counted is None:
-            self.tokens = self.tokens - columns
+            self._put(self.tokens - columns)
         else:
-            self.tokens = self.tokens - self.counted[:, -columns:].sum(1)
+            self._put(self.tokens - self.counted[:, -columns:].sum(1))
             self.counted = self.counted[:, :-columns]
         self.columns -= columns
 
     def select(self, rows: Tensor) -> None:
         """Make the batch of these of its rows."""
         if self.tokens is not None:
-            self.tokens = self.tokens.index_select(0, rows.to(self.tokens.device))
+            self._put(self.tokens.index_select(0, rows.to(self.tokens.device)))
         if self.counted is not None:
             self.counted = self.counted.index_select(0, rows.to(self.counted.device))
 
     def reset(self) -> None:
         self.columns, self.written, self.counted = 0, 0, None
         if self.tokens is not None:
-            self.tokens = torch.zeros_like(self.tokens)
+            self._put(torch.zeros_like(self.tokens))
 
 
 class DeepseekV4CacheLayer(CacheLayerMixin):
@@ -95,7 +116,7 @@ class DeepseekV4CacheLayer(CacheLayerMixin):
 
     def __init__(self, config: Any, kind: str, lengths: Lengths, fp8: bool) -> None:
         super().__init__()
-        self.lengths, self.fp8 = lengths, fp8
+        self.lengths, self.kind, self.fp8 = lengths, kind, fp8
         self.K, self.C, self.rope = config.head_dim, config.index_head_dim, config.qk_rope_head_dim
         self.window_slots = _up(config.sliding_window + ROLLBACK)
         self.ratio = config.compress_rates.get(kind, 0)
@@ -109,8 +130,11 @@ class DeepseekV4CacheLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Make the rings and stores for the batch, dtype and device of the first rows [B, T, K]."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        B = key_states.shape[0]
+        self.allocate(key_states.shape[0], key_states.dtype, key_states.device)
+
+    def allocate(self, B: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the rings and stores for so many rows of a dtype."""
+        self.dtype, self.device = dtype, device
         self.window = self._store(B, self.window_slots, self.K, False)
         if self.ratio:
             # A sparse layer projects twice, and reads the window before as well.
@@ -137,11 +161,16 @@ class DeepseekV4CacheLayer(CacheLayerMixin):
         """Have room for so many entries a row: at least double when there is not, so that few are copied often."""
         for name, columns, index in (("entries", self.K, False), ("index_entries", self.C, True)):
             store = getattr(self, name)
-            if store is None or _slots(store) >= entries:
+            # A captured step is not run where there is no room.
+            if store is None or self.lengths.fixed or _slots(store) >= entries:
                 continue
             larger = self._store(store.shape[0], max(entries, 2 * _slots(store)), columns, index)
             larger[:, : store.shape[1]] = store
             setattr(self, name, larger)
+
+    def slots(self) -> int:
+        """How many entries the store has room for."""
+        return 0 if self.entries is None else _slots(self.entries)
 
     @staticmethod
     def first(store: Tensor, entries: int) -> Tensor:
@@ -152,8 +181,13 @@ class DeepseekV4CacheLayer(CacheLayerMixin):
         """Make the batch of these of its rows."""
         for name in self.TENSORS:
             t = getattr(self, name)
-            if t is not None:
-                setattr(self, name, t.index_select(0, rows.to(t.device)))
+            if t is None:
+                continue
+            chosen = t.index_select(0, rows.to(t.device))
+            if self.lengths.fixed:
+                t.copy_(chosen)
+            else:
+                setattr(self, name, chosen)
 
     def memory(self) -> dict[str, int]:
         """Bytes of each ring and store."""
@@ -209,6 +243,9 @@ class DeepseekV4Cache(Cache):
         if cache_dtype not in CACHE_DTYPES:
             raise ValueError(f"cache_dtype is {cache_dtype!r}, not one of {', '.join(CACHE_DTYPES)}")
         self.lengths = Lengths()
+        # What holds this cache's tensors in a captured step: it has `release`.
+        self.holder: Any = None
+        self.config, self.cache_dtype = config, cache_dtype
         fp8 = cache_dtype == "fp8"
         kinds = config.layer_types if kinds is None else kinds
         super().__init__(layers=[DeepseekV4CacheLayer(config, kind, self.lengths, fp8) for kind in kinds])
@@ -235,6 +272,8 @@ class DeepseekV4Cache(Cache):
         self.lengths.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.lengths.tokens is not None and beam_idx.shape[0] != self.lengths.tokens.shape[0]:
+            self.release()
         self.lengths.select(beam_idx)
         for layer in self.layers:
             layer.select(beam_idx)
@@ -246,6 +285,70 @@ class DeepseekV4Cache(Cache):
         if self.lengths.tokens is not None:
             rows = torch.arange(self.lengths.tokens.shape[0], device=self.lengths.tokens.device)
             self.reorder_cache(rows.repeat_interleave(repeats))
+
+    # A captured step works on a cache of its own, whose tensors another cache may share for a while.
+
+    def captured(self, rows: int, tokens: int) -> DeepseekV4Cache:
+        """An empty cache like this one for a captured step: room for so many rows and tokens, at fixed addresses."""
+        made = DeepseekV4Cache(self.config, self.cache_dtype, [layer.kind for layer in self.layers])
+        for layer, like in zip(made.layers, self.layers, strict=True):
+            layer.allocate(rows, like.dtype, like.device)
+            if layer.ratio:
+                layer.reserve(-(-tokens // layer.ratio))
+        lengths, device = made.lengths, self.layers[0].device
+        lengths.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        lengths.count = torch.ones(rows, dtype=torch.int64, device=device)
+        # Not empty, whatever is in it: a step goes on from a past.
+        lengths.columns, lengths.fixed = tokens, True
+        return made
+
+    def lend(self, cache: DeepseekV4Cache, holder: Any) -> None:
+        """Copy another cache in, whose tensors are this one's until it is `part`ed.
+
+        Args:
+            cache: of the same layers and rows, with no more tokens than there is room for.
+            holder: whose `release` does that.
+
+        Raises:
+            ValueError: the number of rows is another.
+        """
+        mine, theirs = self.lengths.tokens, cache.lengths.tokens
+        assert mine is not None
+        assert theirs is not None
+        if mine.shape != theirs.shape:
+            raise ValueError(f"the cache has {theirs.shape[0]} rows, the call {mine.shape[0]}")
+        mine.copy_(theirs)
+        cache.lengths.tokens, cache.lengths.fixed, cache.holder = mine, True, holder
+        for ours, layer in zip(self.layers, cache.layers, strict=True):
+            for name in layer.TENSORS:
+                t, taken = getattr(ours, name), getattr(layer, name)
+                if t is None:
+                    continue
+                # Stores may have more room than the other, on either side.
+                size = min(t.shape[1], taken.shape[1])
+                t[:, :size].copy_(taken[:, :size])
+                setattr(layer, name, t)
+
+    def part(self) -> None:
+        """Take copies of what a captured step holds, and be held no longer."""
+        self.holder, self.lengths.fixed = None, False
+        if self.lengths.tokens is not None:
+            self.lengths.tokens = self.lengths.tokens.clone()
+        for layer in self.layers:
+            for name in layer.TENSORS:
+                t = getattr(layer, name)
+                if t is not None:
+                    setattr(layer, name, t.clone())
+
+    def forget(self) -> None:
+        """Be new again, held by no captured step."""
+        new = DeepseekV4Cache(self.config, self.cache_dtype, [layer.kind for layer in self.layers])
+        self.holder, self.lengths, self.layers = None, new.lengths, new.layers
+
+    def release(self) -> None:
+        """Be held by no captured step."""
+        if self.holder is not None:
+            self.holder.release()
 
     def memory(self) -> int:
         """Bytes of all layers."""

@@ -13,7 +13,13 @@ YARN = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 6
 # Tokens of an entry by layer, the last entry that of the MTP layer; all other fields are the config class's defaults.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "flash": {"num_hidden_layers": 43, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]},
-    "flash-6-layers": {"num_hidden_layers": 6, "compress_ratios": [0, 0, 4, 128, 4, 128, 0], "n_routed_experts": 64},
+    # With the layer that guesses, so that decoding with it is measured too.
+    "flash-6-layers": {
+        "num_hidden_layers": 6,
+        "compress_ratios": [0, 0, 4, 128, 4, 128, 0],
+        "n_routed_experts": 64,
+        "mtp": True,
+    },
     "pro": {
         "num_hidden_layers": 61,
         "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],

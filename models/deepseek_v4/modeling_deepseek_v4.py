@@ -29,6 +29,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from xpu_ports.common.generation import CapturedGeneration
+from xpu_ports.common.graph import captured_decode
 from xpu_ports.common.kernels.compress import closed_windows, compress_csa, compress_hca
 from xpu_ports.common.kernels.fp8_pages import cache_rows
 from xpu_ports.common.kernels.indexer import indexer_scores, stable_topk
@@ -45,7 +46,8 @@ from xpu_ports.common.kernels.moe_sqrtsoftplus_router import moe_hash_router, mo
 from xpu_ports.common.kernels.sparse_mla import sparse_mla_decode, sparse_mla_prefill
 from xpu_ports.common.modules import RMSNorm, is_plain, project, project_adapted
 from xpu_ports.common.sequence import mask_of_tokens
-from xpu_ports.models.deepseek_v4.caching import DeepseekV4Cache, DeepseekV4CacheLayer
+from xpu_ports.models.deepseek_v4.caching import ROLLBACK, DeepseekV4Cache, DeepseekV4CacheLayer
+from xpu_ports.models.deepseek_v4.capture import DeepseekV4StepGraph
 from xpu_ports.models.deepseek_v4.configuration_checks import DEEPSEEK_V4_CHECKS
 from xpu_ports.models.deepseek_v4.published import (
     checkpoint_config,
@@ -74,7 +76,7 @@ class Entries:
     # [B, NW, rope / 2] each, of the window's first token.
     cos: Tensor
     sin: Tensor
-    # At least the entries that any row has after this call.
+    # At least the entries that any row has after this call, as the host knows.
     total: int
 
 
@@ -91,6 +93,11 @@ class Step:
     fresh: bool
     # [B, T], int64: slots of the window's ring, -1 for what it does not keep.
     slots: Tensor
+    # [B T], int64: how many of its row's tokens each sees, where they attend one by one to all that the cache holds,
+    # which hangs on no number that the host knows; else None.
+    seen: Tensor | None
+    # [B, span - 1], int64: slots of the tokens before these, where those attend together behind a past; else None.
+    past: Tensor | None
     # cos and sin, [B, T, rope / 2], by kind of layer.
     rotations: dict[str, tuple[Tensor, Tensor]]
     entries: dict[str, Entries]
@@ -155,7 +162,7 @@ class DeepseekV4Indexer(DeepseekV4Compressor):
         None where there are no more entries than are chosen. The keys of this call's entries are inserted either way.
         """
         self.insert(x, step, layer.index_state, layer.index_entries, True)
-        total = step.entries[SPARSE].total
+        total = step.entries[SPARSE].total if step.seen is None else layer.slots()
         if total <= self.top_k:
             return None
         q = rope_tail(project(self.q_b_proj, residual).unflatten(-1, (-1, self.C)), *step.rotations[SPARSE])
@@ -179,7 +186,8 @@ class Choice:
     def of(self, first: int, last: int) -> Tensor:
         """The entries of tokens `first` to `last` of this call, [B, last - first, top_k]."""
         q, weights = self.q[:, first:last], self.weights[:, first:last]
-        scores = indexer_scores(q, weights, self.keys, self.total, self.start + first, self.ratio)
+        start = self.start + first if first else self.start
+        scores = indexer_scores(q, weights, self.keys, self.total, start, self.ratio)
         return stable_topk(scores, self.top_k)
 
 
@@ -199,6 +207,8 @@ class DeepseekV4SelfCompressor(DeepseekV4Compressor):
         layer.reserve(new.total)
         rows = self.insert(x, step, layer.state, layer.entries, False)
         choice = self.indexer(x, residual, step, layer) if self.kind == SPARSE else None
+        if step.seen is not None:
+            return layer.entries, choice
         if new.total == 0:
             return None, None
         # From an empty cache the new entries are all, and gradients go through them.
@@ -235,30 +245,26 @@ class DeepseekV4Attention(nn.Module):
         residual = self.q_a_norm(q)
         q = project(self.q_b_proj, residual).unflatten(-1, (self.H, self.K))
         cos, sin = step.rotations[self.kind]
-        steps = x.shape[1] == 1 and not step.fresh
-        past = None if steps or step.fresh else self.past(step, layer)
+        past = None if step.past is None else cache_rows(layer.window, step.past, self.K, self.rope)
         norm = self.kv_norm
         q, kv = qnorm_rope_kv_insert(q, kv, norm.weight, cos, sin, step.slots, layer.window, norm.variance_epsilon)
         entries, choice = (None, None) if self.compressor is None else self.compressor(x, residual, step, layer)
-        if steps:
-            o = self.decode(q[:, 0], layer.window, entries, choice, step)[:, None]
+        if step.seen is not None:
+            o = self.decode(q, layer.window, entries, choice, step.seen)
         else:
             o = self.prefill(q, kv if past is None else torch.cat([past, kv], dim=1), entries, choice, step)
         return project(self.o_b_proj, inverse_rope_grouped_out(o, cos, sin, self.o_a_proj.weight))
 
-    def past(self, step: Step, layer: DeepseekV4CacheLayer) -> Tensor:
-        """The rows of the window before these tokens, [B, span - 1, K]; zeros before a row's first token."""
-        positions = step.start[:, None] + torch.arange(1 - self.span, 0, device=step.start.device)
-        slots = torch.where(positions >= 0, positions % layer.window_slots, -1)
-        return cache_rows(layer.window, slots, self.K, self.rope)
-
-    def decode(self, q: Tensor, window: Tensor, entries: Tensor | None, choice: Choice | None, step: Step) -> Tensor:
-        """One token a row, q [B, H, K]."""
-        indices = None if choice is None else choice.of(0, 1)[:, 0]
-        lengths = step.start + step.count
-        return sparse_mla_decode(
-            q, window, entries, indices, lengths, self.sinks, self.span, self.ratio, self.rope, self.scaling
+    def decode(self, q: Tensor, window: Tensor, entries: Tensor | None, choice: Choice | None, seen: Tensor) -> Tensor:
+        """Tokens one by one, q [B, T, H, K]: one of each row, or some of the only row, which then is T rows."""
+        T = q.shape[1]
+        indices = None if choice is None else choice.of(0, T).flatten(0, 1)
+        if T > 1:
+            window, entries = (None if t is None else t.expand(T, -1, -1) for t in (window, entries))
+        o = sparse_mla_decode(
+            q.flatten(0, 1), window, entries, indices, seen, self.sinks, self.span, self.ratio, self.rope, self.scaling
         )
+        return o.unflatten(0, q.shape[:2])
 
     def prefill(self, q: Tensor, rows: Tensor, entries: Tensor | None, choice: Choice | None, step: Step) -> Tensor:
         """A sequence or a piece of one, q [B, T, H, K], on rows [B, P + T, K], of P tokens before; tile by tile."""
@@ -542,6 +548,7 @@ class DeepseekV4Model(DeepseekV4PreTrainedModel):
         rotations: Any = config.rope_parameters
         self.rotations = {name: Rotation(rotations[name], config.qk_rope_head_dim) for name in ("main", "compress")}
         self.rates: dict[str, int] = dict(config.compress_rates or {})
+        self._windows: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -610,6 +617,7 @@ class DeepseekV4Model(DeepseekV4PreTrainedModel):
     def prepare(self, ids: Tensor | None, h: Tensor, mask: Tensor | None, cache: DeepseekV4Cache) -> Step:
         """What all layers need to know of the tokens h [B, T, D], of which each row's own stand first."""
         (B, T, _), device = h.shape, h.device
+        cache.release()
         lengths = cache.lengths
         for layer in cache.layers:
             if not layer.is_initialized:
@@ -618,31 +626,73 @@ class DeepseekV4Model(DeepseekV4PreTrainedModel):
             lengths.tokens = torch.zeros(B, dtype=torch.int64, device=device)
         if lengths.tokens.shape[0] != B:
             raise ValueError(f"the cache has {lengths.tokens.shape[0]} rows, the call {B}")
-        start = lengths.tokens
-        count = torch.full_like(start, T) if mask is None else (mask != 0).sum(1)
+        start, count = lengths.tokens, lengths.count
+        if count is None:
+            count = torch.full_like(start, T) if mask is None else (mask != 0).sum(1)
+        fresh, ring = lengths.columns == 0, cache.layers[0].window_slots
+        kinds = {layer.kind for layer in cache.layers}
+        totals = {kind: (lengths.columns + T) // self.rates[kind] for kind in kinds - {SLIDING}}
+        if T == 1 and not fresh:
+            seen = start + count
+            return Step(ids, start, count, False, *self.one_token(start, seen, ring, totals))
         t = torch.arange(T, device=device)
-        ring = cache.layers[0].window_slots
+        seen = past = None
+        if not fresh and B == 1 and T <= ROLLBACK + 1:
+            # As steps are, one after another: the same sums, whatever is guessed and taken back.
+            seen = (start + 1 + t).minimum(start + count)
+        elif not fresh:
+            before = start[:, None] + torch.arange(1 - self.config.sliding_window, 0, device=device)
+            past = torch.where(before >= 0, before % ring, -1)
         kept = (t < count[:, None]) & (t >= count[:, None] - ring)
         positions = start[:, None] + t
         main, compress = (self.rotations[name](positions) for name in ("main", "compress"))
-        kinds = set(self.config.layer_types or ()) - {SLIDING}
         return Step(
             ids=ids,
             start=start,
             count=count,
-            fresh=lengths.columns == 0,
+            fresh=fresh,
             slots=torch.where(kept, positions % ring, -1),
-            rotations={SLIDING: main, **dict.fromkeys(kinds, compress)},
-            entries={kind: self.entries(kind, start, count, T, lengths.columns + T) for kind in kinds},
+            seen=seen,
+            past=past,
+            rotations={SLIDING: main, **dict.fromkeys(totals, compress)},
+            entries={kind: self.entries(kind, start, count, T, total) for kind, total in totals.items()},
         )
 
-    def entries(self, kind: str, start: Tensor, count: Tensor, T: int, columns: int) -> Entries:
+    def one_token(self, start: Tensor, seen: Tensor, ring: int, totals: dict[str, int]) -> tuple[Any, ...]:
+        """The rest of `Step` for one token a row behind start [B], seen [B] tokens with it, in few launches.
+
+        A token is a window of one, so that slots and angles of tokens and of entries are those of windows all.
+        """
+        ratios, frequencies = self.windows(tuple(totals), start.device)
+        window = start // ratios  # [windows, B]
+        first = window * ratios
+        slots = window.masked_fill_(first + ratios > seen, -1)
+        angles = first[..., None, None].float() * frequencies  # [windows, B, 1, rope / 2]
+        cos, sin = angles.cos(), angles.sin()
+        # fmod leaves -1 as it is.
+        own = slots[0].fmod(ring)[:, None]
+        rotations = {SLIDING: (cos[0], sin[0]), **dict.fromkeys(totals, (cos[1], sin[1]))}
+        entries = {
+            kind: Entries(slots[i, :, None], cos[i], sin[i], total) for i, (kind, total) in enumerate(totals.items(), 2)
+        }
+        return own, seen, None, rotations, entries
+
+    def windows(self, kinds: tuple[str, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Tokens of a window [windows, 1] and its frequencies [windows, 1, 1, rope / 2]: of two rotations and kinds."""
+        if (kinds, device) not in self._windows:
+            ratios = torch.tensor([1, 1, *(self.rates[kind] for kind in kinds)], device=device)
+            names = ["main", *["compress"] * (1 + len(kinds))]
+            frequencies = torch.stack([self.rotations[name].frequencies(device) for name in names])
+            self._windows[kinds, device] = ratios[:, None], frequencies[:, None, None]
+        return self._windows[kinds, device]
+
+    def entries(self, kind: str, start: Tensor, count: Tensor, T: int, total: int) -> Entries:
         """What T tokens behind `start` [B], of which `count` [B] are the rows', close in layers of this kind."""
         r = self.rates[kind]
         window = start[:, None] // r + torch.arange(closed_windows(T, r), device=start.device)  # [B, NW]
         closed = (window + 1) * r <= (start + count)[:, None]
         cos, sin = self.rotations["compress"](window * r)
-        return Entries(torch.where(closed, window, -1), cos, sin, columns // r)
+        return Entries(torch.where(closed, window, -1), cos, sin, total)
 
 
 class DeepseekV4ForCausalLM(DeepseekV4PreTrainedModel, CapturedGeneration, GenerationMixin):
@@ -682,6 +732,7 @@ class DeepseekV4ForCausalLM(DeepseekV4PreTrainedModel, CapturedGeneration, Gener
         cache.lengths.advance(step.count, e.shape[1], None)
         return project(self.lm_head, h), streams
 
+    @captured_decode(steps=DeepseekV4StepGraph)
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(

@@ -47,9 +47,12 @@ class Rotation:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [B, T, width / 2], fp32, of positions [B, T]."""
-        device = positions.device
+        angles = positions[..., None].float() * self.frequencies(positions.device)
+        return angles.cos(), angles.sin()
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """The function of this name, on a device: made once."""
         if device not in self._frequencies:
             with torch.device("cpu"):
                 self._frequencies[device] = frequencies(self.parameters, self.width).to(device)
-        angles = positions[..., None].float() * self._frequencies[device]
-        return angles.cos(), angles.sin()
+        return self._frequencies[device]

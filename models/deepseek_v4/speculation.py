@@ -10,13 +10,18 @@ Caches go back to the tokens that were kept; what the layer made of its own stre
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from xpu_ports.common import dispatch, graph
+from xpu_ports.common.generation import AHEAD, Slot, stops_plainly
 from xpu_ports.models.deepseek_v4.caching import ROLLBACK, DeepseekV4Cache
+from xpu_ports.models.deepseek_v4.capture import DraftGraph
 
+SUBJECT = "draft rounds"
 # A round takes back all of its guesses, at most.
 MOST_DRAFTS = ROLLBACK
 
@@ -111,6 +116,76 @@ class Speculation:
         return torch.multinomial(scores, 1) if self.sample else scores.argmax(-1, keepdim=True)
 
 
+class CapturedSpeculation(Speculation):
+    """Greedy decoding whose rounds are one graph each: the host reads what they gave a few rounds late."""
+
+    def run(self, ids: Tensor, streamer: Any) -> Tensor:
+        length = ids.shape[1]
+        self.text = ids[0].tolist()
+        if streamer is not None:
+            streamer.put(ids.cpu())
+        logits, streams = self.read(ids)
+        if length > 1:
+            self.model.guess(ids[:, 1:], streams[:, :-1], cache=self.mtp_cache)
+        new = self.choose(ids, logits[:, -1])
+        ended = self.add(new.tolist()[0], streamer)
+        if not ended:
+            guesses, _ = self.propose(torch.cat([ids, new], dim=1), new, streams[:, -1:])
+            self.rounds(torch.cat([new, guesses], dim=1), streamer)
+        if streamer is not None:
+            streamer.end()
+        return torch.tensor([self.text], device=ids.device)
+
+    def rounds(self, ids: Tensor, streamer: Any) -> None:
+        """Go on from ids [1, drafts + 1], the last certain token and what may follow, to the end."""
+        most = self.criteria.max_length
+        # What rounds too many and guesses that are taken back need beyond the text.
+        room = most + (AHEAD + 2) * (self.drafts + 1)
+        capacity = max(graph.SMALLEST, 1 << (room - 1).bit_length())
+        key = "drafts", self.drafts, capacity, self.cache.layers[0].window.dtype, *graph.circumstances(self.model)
+        captured = graph.kept(
+            self.model, key, lambda: DraftGraph(self.model, self.cache, self.mtp_cache, self.drafts, capacity)
+        )
+        captured.bind(self.cache, self.mtp_cache, ids)
+        slots: deque[Slot] = deque()
+        ended = False
+        while not ended:
+            # Each round that is on its way gives a token at least.
+            while len(slots) <= AHEAD and len(self.text) + len(slots) < most:
+                captured.replay()
+                slots.append(Slot.of(captured.output))
+            *said, kept = slots.popleft().read()[0][0].tolist()
+            self.proposed, self.accepted = self.proposed + self.drafts, self.accepted + kept - 1
+            ended = self.add(said[:kept], streamer)
+        captured.release()
+
+    def add(self, tokens: list[int], streamer: Any) -> bool:
+        """Put tokens behind the text up to its end; whether it is reached."""
+        for token in tokens:
+            self.text.append(token)
+            if streamer is not None:
+                streamer.put(torch.tensor([token]))
+            if token in self.ends or len(self.text) >= self.criteria.max_length:
+                return True
+        return False
+
+    @property
+    def ends(self) -> set[int]:
+        found = [c.eos_token_id.tolist() for c in self.criteria if hasattr(c, "eos_token_id")]
+        return {token for tokens in found for token in tokens}
+
+
+def _is_captured(model: Any, config: Any, processors: Any, criteria: Any) -> bool:
+    """Whether rounds are captured: where steps are, if nothing but the largest logits and the usual ends is asked."""
+    reason = graph.refuses(model, hooks=True)
+    if reason is None and (config.do_sample or len(processors) or not stops_plainly(criteria)):
+        reason = "tokens are sampled, processed, or end in another way"
+    if reason is None and not graph.enabled():
+        reason = "graphs are off"
+    dispatch.record(SUBJECT, "eager" if reason else "graph", model.device.type, reason or "greedy")
+    return reason is None
+
+
 def check_speculation(draft: str, drafts: int, model: Any) -> None:
     """What `generate` was asked for.
 
@@ -145,7 +220,9 @@ def speculate(
         raise ValueError("drafts are made for one sequence without padding")
     if cache is None or cache.get_seq_length():
         raise ValueError("drafts need the cache that generate makes")
-    run = Speculation(model, generation_config, logits_processor, stopping_criteria, num_draft_tokens, cache)
+    captured = _is_captured(model, generation_config, logits_processor, stopping_criteria)
+    loop = CapturedSpeculation if captured else Speculation
+    run = loop(model, generation_config, logits_processor, stopping_criteria, num_draft_tokens, cache)
     ids = run.run(input_ids, streamer)
     model.draft_acceptance = run.accepted / max(run.proposed, 1)
     return ids

@@ -114,8 +114,8 @@ def published(tmp_path_factory) -> Path:
     """tiny-deepseek-v4 as its authors write it: their names, a layer of MTP, fp32 where they have it."""
     tensors = {published_name(key): t for key, t in load_file(CHECKPOINT / "model.safetensors").items()}
     tensors = {key: t.float() if any(w in key for w in WIDE[:4]) else t for key, t in tensors.items()}
-    assert tensors.keys() == published_names()
-    tensors |= {"mtp.0.e_proj.weight": torch.randn(128, 128), "mtp.0.attn.attn_sink": torch.zeros(4)}
+    assert {key for key in tensors if not key.startswith("mtp.")} == published_names()
+    assert {"mtp.0.e_proj.weight", "mtp.0.attn.attn_sink", "mtp.0.hc_head_fn"} <= tensors.keys()
     return write(tmp_path_factory.mktemp("files") / "published", tensors, PUBLISHED)
 
 
@@ -130,6 +130,11 @@ def logits(model) -> Tensor:
     return model(torch.arange(3, 103)[None] * 7 % 2048).logits
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """Logits of the same weights in fp32, which may lie at other addresses: sums may be in another order."""
+    return (a - b).abs().max().item() <= 1e-4
+
+
 @pytest.fixture(scope="module")
 def expected() -> Tensor:
     return logits(load(CHECKPOINT))
@@ -137,7 +142,7 @@ def expected() -> Tensor:
 
 def test_the_published_layout_loads(published, expected):
     model = load(published)
-    assert torch.equal(logits(model), expected)
+    assert same(logits(model), expected)
     assert model.config.compress_rates == {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
 
 
@@ -149,16 +154,16 @@ def test_transformers_own_names_load(tmp_path, expected):
         "model.layers.1.mlp.experts.gate_up_proj",
         "model.layers.2.self_attn.compressor.indexer.q_b_proj.weight",
     } <= keys
-    assert torch.equal(logits(load(tmp_path)), expected)
+    assert same(logits(load(tmp_path)), expected)
 
 
 @pytest.mark.parametrize("source", ["published", "transformers"])
 def test_saving_writes_the_published_layout(source, published, tmp_path, expected):
     load(published if source == "published" else CHECKPOINT).save_pretrained(tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() == published_names()
-    assert torch.equal(logits(load(tmp_path)), expected)
+    assert same(logits(load(tmp_path)), expected)
     theirs = load(tmp_path, TransformersV4)
-    assert torch.equal(logits(theirs), logits(load(CHECKPOINT, TransformersV4)))
+    assert same(logits(theirs), logits(load(CHECKPOINT, TransformersV4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,14 +188,14 @@ def test_the_base_model(published, tmp_path, expected):
     head = load_file(published / "model.safetensors")["head.weight"].float()
     with torch.no_grad():
         h = load(tmp_path / "base", DeepseekV4Model)(torch.arange(3, 103)[None] * 7 % 2048).last_hidden_state
-    assert torch.equal(h @ head.T, expected)
+    assert same(h @ head.T, expected)
 
 
 def test_auto_classes(published, expected):
     xpu_ports.models.register("deepseek_v4")
     model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32).eval()
     assert type(model) is DeepseekV4ForCausalLM
-    assert torch.equal(logits(model), expected)
+    assert same(logits(model), expected)
 
 
 @pytest.mark.parametrize(
