@@ -141,10 +141,29 @@ def _insert(size: Size, draw: Draw) -> Args:
     return q, draw(B, T, K), _wide(draw, K), *_angles(size, draw), _slots(q), draw(B, T, K), EPS
 
 
+def _insert_paged(size: Size, draw: Draw) -> Args:
+    q, kv, weight, cos, sin, slots, *_ = _insert(size, draw)
+    # The root of the mean square is 1, the weight a value of bf16 and the turn by 90 degrees: no row is next to a tie.
+    weight, cos, sin = weight.bfloat16().float(), cos * 0, sin * 0 + 1
+    return q, kv.sign(), weight, cos, sin, slots, _pages(draw, *kv.shape), EPS
+
+
+def _not_inserted(args: Args) -> int:
+    """Bytes of a store that are not read, and of pages also those that are not written."""
+    *_, slots, store, _ = args
+    if store.dtype != torch.uint8:
+        return store.numel() * store.element_size()
+    return 2 * store.numel() - page_bytes(args[0].shape[-1], ROPE) // PAGE_TOKENS * slots.numel()
+
+
 def _insert_entries(size: Size, draw: Draw) -> Args:
     B, T, K = (size[letter] for letter in "BTK")
     rows = _wide(draw, B, T, K)
     return rows, _wide(draw, K), *_angles(size, draw), _slots(rows), draw(B, T, K), EPS, False
+
+
+def _not_inserted_entries(args: Args) -> int:
+    return _not_inserted(args[:-1])
 
 
 def _tail(size: Size, draw: Draw) -> Args:
@@ -221,7 +240,7 @@ def _other_tokens(args: Args) -> int:
     return (V - ids.unique().numel()) * A * table.element_size() + others
 
 
-_TOKENS = "T1-S4-D4096", "T64-S4-D4096", "T4096-S4-D4096"
+_TOKENS = "T1-S4-D4096", "T64-S4-D4096", "T4096-S4-D4096", "T4096-S4-D7168"
 _ENTRIES = "B1-T1-C512", "B64-T1-C512", "B1-T4096-C512"
 _HEADS = "B1-T1-H64-K512-N32", "B64-T1-H64-K512-N32", "B1-T4096-H64-K512-N32"
 
@@ -253,7 +272,26 @@ CASES = (
         _ends(0),
     ),
     Case("cache_rows", cache_rows, ("B1-S127-K512", "B64-S127-K512"), _rows, {}, _ends(0, 1)),
-    Case("qnorm_rope_kv_insert", qnorm_rope_kv_insert, _HEADS, _insert, {}, _ends(0, 1, 3, 4, 5, 6), compiles=False),
+    Case(
+        "qnorm_rope_kv_insert",
+        qnorm_rope_kv_insert,
+        _HEADS,
+        _insert,
+        {},
+        _ends(0, 1, 3, 4, 5, 6),
+        unread=_not_inserted,
+        compiles=False,
+    ),
+    Case(
+        "qnorm_rope_kv_insert.pages",
+        qnorm_rope_kv_insert,
+        _HEADS,
+        _insert_paged,
+        {},
+        _ends(0, 1, 3, 4, 5, 6),
+        unread=_not_inserted,
+        compiles=False,
+    ),
     Case(
         "norm_rope_insert",
         norm_rope_insert,
@@ -261,6 +299,7 @@ CASES = (
         _insert_entries,
         {},
         _ends(0, 2, 3, 4, 5),
+        unread=_not_inserted_entries,
         compiles=False,
     ),
     Case("rope_tail", rope_tail, tuple(s.replace("K512", "K128") for s in _HEADS), _tail, {}, _ends(0, 1, 2)),

@@ -60,6 +60,7 @@ SMALL = {
     "stable_topk": "T5-S9-A3",
     "cache_rows": "B3-S9-K128",
     "qnorm_rope_kv_insert": "B3-T2-H2-K8-N2",
+    "qnorm_rope_kv_insert.pages": "B3-T2-H2-K128-N32",
     "norm_rope_insert": "B3-T2-K8-N2",
     "rope_tail": "B3-T2-H2-K8-N2",
     "inverse_rope_grouped_out": "B3-T2-H2-K8-N2-G2-R3",
