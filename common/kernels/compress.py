@@ -23,9 +23,8 @@ from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
-# A program of the kernels holds the tokens of a window and some of their columns: so many numbers of u, as many of z.
+# A program of the kernels holds the tokens of a window and some of their columns.
 LARGEST_WINDOW = 256
-_TILE = 4096
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -279,9 +278,12 @@ def _compress(x: Tensor, bias: Tensor, state: Tensor, start: Tensor, count: Tens
     y = torch.empty((B, windows, C), dtype=torch.float32, device=x.device)
     if B * T * C == 0:
         return y
+    arch = architecture(x.device)
     block_p = next_power_of_2(halves * r)
-    block_c = min(next_power_of_2(C), _TILE // block_p)
-    items, arch = windows + kept, architecture(x.device)
+    # So many numbers of u, and as many of z.
+    numbers = 2048 if arch.name == "arc-a" else 4096
+    block_c = min(next_power_of_2(C), numbers // block_p)
+    items = windows + kept
     apart = halves * r + T > R + 1
     launches = [(0, windows), (windows, items)] if apart else [(0, items)]
     with on_device_of(x):
@@ -307,7 +309,7 @@ def _compress(x: Tensor, bias: Tensor, state: Tensor, start: Tensor, count: Tens
                 HALVES=halves,
                 BLOCK_P=block_p,
                 BLOCK_C=block_c,
-                # 16 numbers a lane of u, as many of z; half of that where registers are few.
+                # 16 numbers a lane; 8 on Intel, which has fewer registers, and 4 on Arc A.
                 num_warps=16 if arch.has_grf_modes else 8,
             )
     return y

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from xpu_ports.common.device import architecture, grf_options
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.moe_router import LEAST_SUM, choose_experts, refuses_router
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
@@ -128,7 +129,7 @@ def moe_sqrtsoftplus_router_triton(
     weights = torch.empty((N, top_k), dtype=torch.float32, device=logits.device)
     indices = torch.empty((N, top_k), dtype=torch.int64, device=logits.device)
     if N > 0:
-        block_e = next_power_of_2(E)
+        block_e, arch = next_power_of_2(E), architecture(logits.device)
         with on_device_of(logits):
             _moe_sqrtsoftplus_router_kernel[(N,)](
                 logits,
@@ -145,6 +146,8 @@ def moe_sqrtsoftplus_router_triton(
                 BLOCK_A=next_power_of_2(top_k),
                 # Within one warp the passes over the scores need no barrier.
                 num_warps=max(1, block_e // 256),
+                # Several warps spill 128 registers on Intel.
+                **grf_options(128 if block_e <= 256 and arch.matrix_units else 256, arch),
             )
     return weights, indices
 

@@ -30,6 +30,10 @@ WITHOUT_PLAN: dict[tuple[str, str | torch.dtype], str] = {
     ("mla_decode", torch.float32): "triton: dtype torch.float32 is not one of float16, bfloat16",
     ("indexer_scores", torch.float32): "triton: q has dtype torch.float32, not one of float16, bfloat16",
 }
+# Rows whose tensors are bytes and indices: they have no dtype to refuse, and no gradient.
+OF_BYTES = ("cache_rows",)
+FLOATING = {name: case for name, case in KERNEL_CASES.items() if name not in OF_BYTES}
+EVERY_FLOATING_CASE = pytest.mark.parametrize("case", FLOATING.values(), ids=FLOATING)
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -106,7 +110,7 @@ def test_recorded_launches() -> None:
     assert now == before, "if this is meant: python -m tests.xpu_offline.launches > tests/xpu_offline/launches.txt"
 
 
-@EVERY_CASE
+@EVERY_FLOATING_CASE
 def test_fp64_is_refused(case: Case) -> None:
     given = arguments(case, case.sizes[0], torch.float64)
     backend, reason = choose(case, given)
@@ -140,7 +144,7 @@ def _helpers(function: Any) -> list[Any]:
     ]
 
 
-@EVERY_CASE
+@EVERY_FLOATING_CASE
 def test_gradients_need_a_backward(case: Case) -> None:
     given = arguments(case, case.sizes[0], torch.bfloat16)
     # One is enough, and the last is one that no refusal takes a view of, which autograd cannot do without an XPU.

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from tests.common.ops import Runner, refusal
 from xpu_ports.common.device import ARCHITECTURES, Architecture
-from xpu_ports.common.kernels import indexer as module
 from xpu_ports.common.kernels.fp8_pages import cache_rows, index_page_bytes, write_pages
-from xpu_ports.common.kernels.indexer import SEGMENT, indexer_scores, stable_topk
+from xpu_ports.common.kernels.indexer import indexer_scores, stable_topk
+from xpu_ports.common.kernels.indexer import scores as scores_module
+from xpu_ports.common.kernels.indexer import topk as topk_module
 
 INF = float("inf")
 
@@ -109,6 +110,14 @@ class TestScores:
         start = torch.tensor([565, 0, 200, 0])[::2]
         run(**given | dict(q=q.copy_(given["q"]), keys=keys.copy_(given["keys"]), weights=weights, start=start))
 
+    @pytest.mark.parametrize(("heads", "chunk"), [(16, 32), (32, 16), (16, 16)])
+    def test_products_in_pieces(self, run: Runner, heads: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Any part of the heads and of the columns at a time."""
+        monkeypatch.setattr(scores_module, "tile", lambda *args: scores_module.ScoresTile(16, 32, heads, chunk, 4, 1))
+        given = arguments(2, 35, 23, 30, 67)
+        run(**given)
+        run(**given | dict(keys=paged(given["keys"], 8)[0]))
+
     def test_nothing(self, run: Runner) -> None:
         assert run(**arguments(2, 7, 5, 33, 67) | dict(entries=0)).shape == (2, 7, 0)
         assert run(**arguments(2, 0, 5, 33, 67)).shape == (2, 0, 67)
@@ -167,7 +176,7 @@ class TestTopK:
     @pytest.mark.parametrize("S", [64, 65, 150, 3000])
     def test_rows_longer_than_a_program_holds(self, run: Runner, S: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Parts of parts, ties across them, and parts that nothing is chosen from."""
-        monkeypatch.setattr(module, "SEGMENT", 64)
+        monkeypatch.setattr(topk_module, "SEGMENT", 64)
         scores = torch.randn(5, S)
         scores[1] = scores[1].round()
         scores[2] = 1.0
@@ -177,7 +186,7 @@ class TestTopK:
 
     def test_the_sizes_of_models(self, run: Runner) -> None:
         """512 of a row of its own length, in which a decimal place decides; more than a program holds."""
-        run((1000 * torch.randn(1, 1, SEGMENT + 5)).round() / 1000, 512)
+        run((1000 * torch.randn(1, 1, topk_module.SEGMENT + 5)).round() / 1000, 512)
 
     def test_strides(self, run: Runner) -> None:
         scores = torch.randn(37, 4, 9)
@@ -228,8 +237,9 @@ def test_refusals_of_the_choice(scores: Tensor, k: int, why: str) -> None:
 
 
 def test_refusal_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AVAILABLE", False)
-    monkeypatch.setattr(module, "WHY_NOT", "Triton cannot be imported: no module")
+    for module in (scores_module, topk_module):
+        monkeypatch.setattr(module, "AVAILABLE", False)
+        monkeypatch.setattr(module, "WHY_NOT", "Triton cannot be imported: no module")
     assert "no module" in refusal(indexer_scores, **SCORES)
     assert "no module" in refusal(stable_topk, torch.zeros(2, 9), 3)
 
@@ -238,7 +248,8 @@ def test_refusal_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiles(arch: Architecture) -> None:
     """Rule and candidates: what a program holds of keys and of two tokens' queries fits into its shared memory."""
     for tokens in (1, 2):
-        for cut in module.tile.allowed(arch, (tokens, 64, 128)):
-            assert 2 * (cut.block_s * 128 + cut.stages * 64 * 128) + 4 * cut.block_s * 64 <= arch.shared_memory
+        for cut in scores_module.tile.allowed(arch, (tokens, 64, 128)):
+            held = 2 * (cut.block_s * cut.chunk + cut.stages * cut.heads * cut.chunk) + 4 * cut.block_s * cut.heads
+            assert held <= arch.shared_memory
             assert cut.warps <= 32
             assert (cut.block_t == 1) == (tokens == 1)
