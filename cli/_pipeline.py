@@ -51,24 +51,28 @@ def read_part(checkpoint: str, name: str) -> dict[str, Any]:
         raise _common.UserError(f"{checkpoint}: {name}: {error}") from error
 
 
-def part_bytes(checkpoint: str, part: str) -> list[int] | None:
-    """Bytes of each tensor of a part; None for one without weights."""
+# Shape and bytes of a tensor.
+Size = tuple[tuple[int, ...], int]
+
+
+def part_sizes(checkpoint: str, part: str) -> dict[str, Size] | None:
+    """Shape and bytes of each tensor of a part; None for one without weights."""
     folder = Path(checkpoint).expanduser()
     return _local(folder / part) if folder.is_dir() else _remote(checkpoint, part)
 
 
-def _local(folder: Path) -> list[int] | None:
+def _local(folder: Path) -> dict[str, Size] | None:
     from xpu_ports.common.checkpoint import checkpoint_files, read_headers
 
     for name in NAMES:
         for file in (f"{name}.safetensors", f"{name}.safetensors.index.json"):
             if (folder / file).is_file():
                 tensors = read_headers(checkpoint_files(folder, name=file))
-                return [math.prod(t.shape) * t.dtype.itemsize for t in tensors.values()]
+                return {key: (t.shape, math.prod(t.shape) * t.dtype.itemsize) for key, t in tensors.items()}
     return None
 
 
-def _remote(repository: str, part: str) -> list[int] | None:
+def _remote(repository: str, part: str) -> dict[str, Size] | None:
     import huggingface_hub
 
     for name in NAMES:
@@ -80,5 +84,6 @@ def _remote(repository: str, part: str) -> list[int] | None:
         else:
             continue
         headers = [huggingface_hub.parse_safetensors_file_metadata(repository, f"{part}/{file}") for file in files]
-        return [t.data_offsets[1] - t.data_offsets[0] for header in headers for t in header.tensors.values()]
+        tensors = {key: t for header in headers for key, t in header.tensors.items()}
+        return {key: (tuple(t.shape), t.data_offsets[1] - t.data_offsets[0]) for key, t in tensors.items()}
     return None

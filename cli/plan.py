@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xpu_ports.cli import _common
-from xpu_ports.cli._pipeline import INDEX, is_pipeline, part_bytes, read_part
+from xpu_ports.cli._pipeline import INDEX, Size, is_pipeline, part_sizes, read_part
 
 if TYPE_CHECKING:
     from xpu_ports.common.cards import Card
@@ -178,12 +178,13 @@ def file_bytes(checkpoint: str) -> int | None:
             # A config alone is enough for a plan.
             return None
         return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors.values())
-    import httpx
     import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
     try:
         found = huggingface_hub.get_safetensors_metadata(checkpoint)
-    except (huggingface_hub.errors.NotASafetensorsRepoError, httpx.HTTPError, OSError):
+    # The bases are OSError and the error of the HTTP library, whose name differs between versions.
+    except (NotASafetensorsRepoError, *HfHubHTTPError.__bases__):
         # The config, which is at hand, is enough.
         return None
     return sum(t.data_offsets[1] - t.data_offsets[0] for f in found.files_metadata.values() for t in f.tensors.values())
@@ -199,22 +200,47 @@ def plan_pipeline(checkpoint: str, side: int) -> dict[str, Any]:
     from xpu_ports.models.flux2.memory import activation_bytes
 
     index = read_part(checkpoint, INDEX)
-    parts = {name: sizes for name in index if (sizes := part_bytes(checkpoint, name)) is not None}
+    parts = {name: sizes for name in index if (sizes := part_sizes(checkpoint, name)) is not None}
     transformer, vae = (read_part(checkpoint, f"{name}/config.json") for name in ("transformer", "vae"))
     activations = activation_bytes(transformer, vae, side, 512, torch.bfloat16)
-    totals, largest = {n: sum(s) for n, s in parts.items()}, max(max(s) for s in parts.values())
+    totals = {name: sum(size for _, size in sizes.values()) for name, sizes in parts.items()}
+    forms = {"bf16": totals}
+    if "quantization_config" not in transformer:
+        forms["mxfp4"] = {**totals, "transformer": packed_transformer(parts["transformer"])}
+    largest = max(size for sizes in parts.values() for _, size in sizes.values())
+    # All parts on the device, or the one that runs.
+    needs = [
+        Need(name + how, count(sizes.values()), 0, activations, largest)
+        for name, sizes in forms.items()
+        for how, count in (("", sum), (", --offload", max))
+    ]
     return {
         "checkpoint": checkpoint,
         "model_type": "flux2",
         "side": side,
         "files": sum(totals.values()),
         "parts": totals,
-        "needs": [
-            Need("all parts", sum(totals.values()), 0, activations, largest),
-            Need("--offload", max(totals.values()), 0, activations, largest),
-        ],
+        "needs": needs,
         "cache_of": None,
     }
+
+
+def packed_transformer(sizes: dict[str, Size]) -> int:
+    """Bytes of FLUX.2's transformer in MXFP4, of its tensors in bf16."""
+    import re
+
+    from xpu_ports.models.flux2.packed import DENSE
+    from xpu_ports.quant.mxfp4.format import BLOCK
+
+    def is_dense(name: str) -> bool:
+        return any(re.match(d[3:], name) if d.startswith("re:") else name == d for d in DENSE)
+
+    total = 0
+    for key, (shape, size) in sizes.items():
+        elements = math.prod(shape)
+        packed = len(shape) == 2 and not is_dense(key.removesuffix(".weight"))
+        total += elements // 2 + elements // BLOCK if packed else size
+    return total
 
 
 # ------------------------------------------------------------------------------------------------------------- verdict

@@ -51,7 +51,8 @@ def decode_section(subject: Subject, model: Any, ids: Tensor, bounds: Bounds, st
         Check("KL, mean", figure.kl.mean().item()),
         Check("same likeliest token", figure.top_1),
     ]
-    return Section(DECODE, checks, errors.finish(), kl_by_position=figure.kl_by_position(), why=bounds.why)
+    kl = figure.kl_by_position()
+    return Section(DECODE, checks, errors.finish(), kl_by_position=kl, first_position=start, why=bounds.why)
 
 
 def first_decoded(ids: Tensor, steps: int) -> int:

@@ -305,22 +305,24 @@ def _locate(subject: Subject, options: Options, side: Side, section: Section, id
     if first is None or side.bounds.layer is None:
         return
     say(f"{section.title}: layer {first.layer} is outside its bound; looking inside")
-    with running(side.backend or options.backend):
-        model = side.load()
-        with traced(side.layers.of(model)[first.layer]) as expected:
-            logits_of(model, ids)
-    del model
-    release()
 
     def give(i: int, x: Tensor) -> Tensor:
         return side.streams[i][0].to(x, copy=True)
 
+    # The reference on its own streams too: what it is handed has one form, however its layers pass it on.
+    with running(side.backend or options.backend):
+        model = side.load()
+        layer = side.layers.of(model)[first.layer]
+        with watched(model, side.layers, lambda *_: None, give), traced(layer) as expected:
+            logits_of(model, ids)
+    del model, layer
+    release()
     with running(options.backend):
         model = port()
         layer = subject.layers.of(model)[first.layer]
         with watched(model, subject.layers, lambda *_: None, give), traced(layer) as got:
             logits_of(model, ids)
-    del model
+    del model, layer
     release()
     section.culprit = first_culprit(first, expected, got, subject.names, side.bounds.layer)
 
@@ -341,7 +343,13 @@ def _locate_in_decode(subject: Subject, options: Options, sections: list[Section
     with running(options.backend):
         model = _port(subject, options, {})
         layer = subject.layers.of(model)[first.layer]
-        with watched(model, subject.layers, keep), traced(layer) as whole:
+        with watched(model, subject.layers, keep):
+            logits_of(model, ids)
+
+        def give(i: int, x: Tensor) -> Tensor:
+            return streams[i][0].to(x, copy=True)
+
+        with watched(model, subject.layers, lambda *_: None, give), traced(layer) as whole:
             logits_of(model, ids)
         with traced(layer) as events:
             for t in fed_decode(model, subject.layers, ids, start, streams, lambda *_: None):

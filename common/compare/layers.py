@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xpu_ports.common.modules import RMSNorm
+
 # The share of tokens whose error counts: in a mixture of experts a rounding sends a few of them elsewhere.
 QUANTILE = 0.95
 _TINY = 1e-30
@@ -206,7 +208,9 @@ def traced(layer: nn.Module) -> Iterator[list[Event]]:
 
     def enter(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            events.append(Event(name, "input", _copies((args, kwargs))))
+            copies = _copies((args, kwargs))
+            # A norm may add a residual first: what it normalizes is the sum.
+            events.append(Event(name, "input", [sum(copies[1:], copies[0])] if type(module) is RMSNorm else copies))
 
         return hook
 

@@ -17,6 +17,8 @@ STYLES = (
 )
 # A log axis has no zero: an exact result stands at the bottom.
 FLOOR = 1e-9
+# Points of a curve over positions.
+BINS = 32
 
 
 def check_matplotlib() -> None:
@@ -44,9 +46,9 @@ def plot(report: Report, folder: Path) -> dict[str, Path]:
     for section in (s for s in report.sections if s.layers):
         name = "layers" if "layers.png" not in {p.name for p in made.values()} else f"layers-{len(made)}"
         made[f"Error by layer, {section.title}"] = _layers(section, folder / f"{name}.png")
-    curves = [(s.title, s.kl_by_position) for s in report.sections if len(s.kl_by_position) > 1]
-    if curves:
-        made["KL divergence by position"] = _positions(curves, folder / "kl.png")
+    sections = [s for s in report.sections if len(s.kl_by_position) > 1]
+    if sections:
+        made["KL divergence by position"] = _positions(sections, folder / "kl.png")
     histograms = [(s.title, s.histogram) for s in report.sections if s.histogram]
     if histograms:
         made["Differences of logits"] = _histogram(histograms, folder / "differences.png")
@@ -84,7 +86,7 @@ def _layers(section: Section, path: Path) -> Path:
     places = [layer.layer for layer in layers]
     lines = [
         ("by itself, on the reference's input", [layer.error for layer in layers]),
-        ("with all before it", [layer.so_far for layer in layers]),
+        ("of the whole stream, with all before it", [layer.so_far for layer in layers]),
     ]
     for (label, values), style in zip(lines, STYLES, strict=False):
         if all(v is not None for v in values):
@@ -100,19 +102,23 @@ def _layers(section: Section, path: Path) -> Path:
     axis.set_yscale("log")
     axis.margins(y=0.15)
     axis.set_xlabel("layer")
-    axis.set_ylabel("relative error")
+    zeros = any(v is not None and v < FLOOR for _, values in lines for v in values)
+    axis.set_ylabel("relative error" + (f" (0 drawn as {FLOOR:g})" if zeros else ""))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
     return _save(plt, figure, path)
 
 
-def _positions(curves: Sequence[tuple[str, Sequence[float]]], path: Path) -> Path:
-    plt, figure, axis = _figure("KL divergence by position, mean over windows")
-    for (label, values), style in zip(curves, STYLES * len(curves), strict=False):
-        every = max(1, len(values) // 12)
-        axis.plot(_shown(values), label=label, linewidth=1, markevery=every, markersize=5, **style)
+def _positions(sections: Sequence[Section], path: Path) -> Path:
+    plt, figure, axis = _figure("KL divergence by position, mean over windows and a few positions")
+    for section, style in zip(sections, STYLES * len(sections), strict=False):
+        values = section.kl_by_position
+        few = max(1, len(values) // BINS)
+        groups = [values[i : i + few] for i in range(0, len(values), few)]
+        places = [section.first_position + i * few + (len(g) - 1) / 2 for i, g in enumerate(groups)]
+        axis.plot(places, _shown([sum(g) / len(g) for g in groups]), label=section.title, markersize=4, **style)
     axis.set_yscale("log")
-    axis.set_xlabel("position in the window (of decode: step)")
+    axis.set_xlabel("position in the window")
     axis.set_ylabel("nats")
     axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1, frameon=False)
     return _save(plt, figure, path)

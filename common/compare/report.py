@@ -28,6 +28,8 @@ class Section:
     # Inside the first layer that is outside its bounds.
     culprit: Culprit | None = None
     kl_by_position: list[float] = field(default_factory=list)
+    # Of the first of them, in its window.
+    first_position: int = 0
     histogram: dict[str, int] = field(default_factory=dict)
     # Relative error of the latents after each step.
     latents_by_step: list[float] = field(default_factory=list)
@@ -82,6 +84,7 @@ def _section(section: Section) -> dict[str, Any]:
         "layers": [{**_plain(layer), "within": layer.within} for layer in section.layers],
         "first_layer_outside": None if first is None else first.layer,
         "culprit": None if section.culprit is None else {**_plain(section.culprit), "text": str(section.culprit)},
+        "first_position": section.first_position,
         "kl_by_position": [_number(x) for x in section.kl_by_position],
         "histogram": section.histogram,
         "latents_by_step": [_number(x) for x in section.latents_by_step],

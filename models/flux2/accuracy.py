@@ -5,6 +5,7 @@ Blocks are compared in the first step, each on the reference's input; latents af
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -26,6 +27,7 @@ from xpu_ports.common.compare.running import release, running, say
 from xpu_ports.common.compare.spool import Spool, spool
 from xpu_ports.common.compare.subject import Options
 from xpu_ports.models.flux2.diffusers_api import DiffusionPipeline
+from xpu_ports.models.flux2.packed import quantize_transformer
 from xpu_ports.models.flux2.pipeline import load_pipeline
 
 BOUNDS = {
@@ -40,6 +42,10 @@ BOUNDS = {
     "float16": Bounds(
         "as bfloat16, with eight times its precision",
         layer=0.004, latents=0.006, picture=0.002,
+    ),
+    "mxfp4": Bounds(
+        "four bits a weight of the transformer: twice what the tiny checkpoint loses, and larger models lose less",
+        layer=0.6, latents=0.6, picture=0.1,
     ),
 }  # fmt: skip
 # The difference of two pictures is shown so many times as large, and small pictures enlarged to this side.
@@ -100,28 +106,28 @@ def draw(pipe: Any, layers: Layers, options: Options, files: Spool) -> Drawing:
     found = Drawing()
 
     def keep_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not found.call:
-            found.call = {k: v.clone() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        found.call = {k: v.clone() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
 
     def keep_streams(i: int, x: Tensor, y: Tensor) -> None:
-        if i not in found.streams:
-            found.streams[i] = files.keep(x), files.keep(y)
+        found.streams[i] = files.keep(x), files.keep(y)
 
     def keep_latents(pipe: Any, step: int, time: Any, kwargs: dict[str, Tensor]) -> dict[str, Tensor]:
         found.latents.append(files.keep(kwargs["latents"].float()))
         return kwargs
 
     size = {} if options.side is None else {"height": options.side, "width": options.side}
-    handle = pipe.transformer.register_forward_pre_hook(keep_call, with_kwargs=True)
     # Noise from the CPU is the same on every device.
     noise = torch.Generator().manual_seed(0)
-    with watched(pipe.transformer, layers, keep_streams):
+    with contextlib.ExitStack() as first_step:
+        first_step.enter_context(watched(pipe.transformer, layers, keep_streams))
+        first_step.callback(pipe.transformer.register_forward_pre_hook(keep_call, with_kwargs=True).remove)
+        # Later steps run without hooks, as they would for a user: captured, where the device has graphs.
+        first_step.callback(pipe.transformer.register_forward_hook(lambda *_: first_step.close()).remove)
         [picture] = pipe(
             prompt=options.prompt, num_inference_steps=options.draw_steps, guidance_scale=options.guidance,
             max_sequence_length=options.text_tokens, generator=noise, output_type="np",
             callback_on_step_end=keep_latents, **size,
         ).images  # fmt: skip
-    handle.remove()
     found.picture = torch.from_numpy(picture)
     return found
 
@@ -133,19 +139,21 @@ def compare(options: Options) -> Report:
         ValueError: an option that pictures have nothing for.
         OSError: the checkpoint is not there.
     """
-    if options.quant is not None or options.cache is not None:
-        raise ValueError("--quant and --cache are for language models: FLUX.2 has no packed weights here and no cache")
+    if options.cache is not None:
+        raise ValueError("--cache is for language models: FLUX.2 has none")
     if options.reference == "transformers":
         raise ValueError("--reference transformers is for language models; FLUX.2 has diffusers and reference-path")
     options = dataclasses.replace(options, dtype=options.dtype or torch.bfloat16)
     assert options.dtype is not None
     dtype = str(options.dtype).removeprefix("torch.")
-    bounds = BOUNDS[dtype]
     own = options.reference == "reference-path"
+    bounds = BOUNDS[dtype if own or options.quant is None else options.quant]
     title = f"beside the reference ops, {dtype}" if own else f"beside diffusers, {dtype}"
+    title += ", dense weights" if options.quant is not None and not own else ""
     backend = "reference" if own else None
-    loader = load_pipeline if own else DiffusionPipeline.from_pretrained
-    theirs: Callable[..., Any] = functools.partial(_pipeline, loader, options)
+    theirs: Callable[..., Any] = functools.partial(
+        _pipeline, *((_port, options) if own else (DiffusionPipeline.from_pretrained, options))
+    )
     layers = OURS if own else THEIRS
     with spool() as files:
         exact = None
@@ -153,12 +161,12 @@ def compare(options: Options) -> Report:
             exact = _draw(functools.partial(theirs, torch.float32), layers, options, files, backend, "the yardstick")
         expected = _draw(theirs, layers, options, files, backend, title)
         dispatch.reset_explain()
-        ours: Callable[..., Any] = functools.partial(_pipeline, load_pipeline, options)
+        ours: Callable[..., Any] = functools.partial(_pipeline, _port, options)
         say("the port draws")
         with running(options.backend):
             pipe = ours()
             got = draw(pipe, OURS, options, files)
-            section = Section(f"blocks, {title}", layers=_block_errors(pipe.transformer, expected, bounds),
+            section = Section(f"blocks {title}", layers=_block_errors(pipe.transformer, expected, bounds),
                               why=bounds.why)  # fmt: skip
             report = Report(f"FLUX.2, {options.checkpoint}", _facts(pipe, options))
         del pipe
@@ -173,7 +181,14 @@ def compare(options: Options) -> Report:
 
 
 def _pipeline(loader: Callable[..., Any], options: Options, dtype: torch.dtype | None = None) -> Any:
-    return loader(options.checkpoint, dtype=dtype or options.dtype).to(options.device)
+    pipe = loader(options.checkpoint, dtype=dtype or options.dtype)
+    if loader is _port and options.quant is not None:
+        quantize_transformer(pipe.transformer)
+    return pipe.to(options.device)
+
+
+def _port(*args: Any, **kwargs: Any) -> Any:
+    return load_pipeline(*args, **kwargs)
 
 
 def _draw(
@@ -232,7 +247,7 @@ def _picture_section(title: str, expected: Drawing, got: Drawing, bounds: Bounds
         for name, drawing in (("port", got), ("reference", expected)):
             error = relative(drawing.latents[-1], exact.latents[-1])
             checks.append(Check(f"latents, {name} beside the reference in float32", error))
-    return Section(f"latents and picture, {title}", checks, latents_by_step=by_step, why=bounds.why)
+    return Section(f"latents and picture {title}", checks, latents_by_step=by_step, why=bounds.why)
 
 
 def relative(x: Tensor, expected: Tensor) -> float:
