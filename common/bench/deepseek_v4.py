@@ -27,7 +27,7 @@ from xpu_ports.common.kernels.sparse_mla import sparse_mla_decode, sparse_mla_pr
 Size = Mapping[str, int]
 
 EPS = 1e-6
-WINDOW, ROPE, RATIO = 128, 64, 4
+WINDOW, ROPE, RATIO, HEAVY = 128, 64, 4, 128
 
 
 def _ends(*positions: int) -> Sample:
@@ -196,16 +196,21 @@ def _decode(size: Size, draw: Draw) -> Args:
     return draw(B, H, K), window, entries, indices, lengths, sinks, WINDOW, RATIO, ROPE, K**-0.5
 
 
+def _decode_closed(size: Size, draw: Draw) -> Args:
+    q, window, entries, _, lengths, sinks, span, _, *rest = _decode({**size, "A": 1}, draw)
+    return q, window, entries, None, lengths // RATIO * HEAVY, sinks, span, HEAVY, *rest
+
+
 def _decode_flops(size: Size) -> int:
-    return 4 * size["B"] * size["H"] * size["K"] * (WINDOW + size["A"])
+    return 4 * size["B"] * size["H"] * size["K"] * (WINDOW + size.get("A", size["S"]))
 
 
 def _not_chosen(args: Args) -> int:
     """Bytes of the pages beyond the rows that count, each with its scales."""
-    q, window, entries, indices, *_ = args
-    K = q.shape[-1]
-    row = page_bytes(K, ROPE) // PAGE_TOKENS
-    return window.numel() + entries.numel() - row * q.shape[0] * (WINDOW + indices.shape[1])
+    q, window, entries, indices, lengths, _, _, ratio, *_ = args
+    (B, _, K), S = q.shape, entries.shape[1] * PAGE_TOKENS
+    many = B * indices.shape[1] if indices is not None else int((lengths // ratio).clamp(max=S).sum())
+    return window.numel() + entries.numel() - page_bytes(K, ROPE) // PAGE_TOKENS * (B * WINDOW + many)
 
 
 def _prefill(size: Size, draw: Draw) -> Args:
@@ -215,8 +220,17 @@ def _prefill(size: Size, draw: Draw) -> Args:
     return draw(B, T, H, K), rows, entries, None, start, sinks, WINDOW, RATIO, ROPE, K**-0.5
 
 
+def _prefill_named(size: Size, draw: Draw) -> Args:
+    q, rows, entries, _, start, *rest = _prefill(size, draw)
+    B, T, A, step = size["B"], size["T"], size["A"], size["S"] // size["A"]
+    indices = draw.uniform(0, step, B * T, A, dtype=torch.int64)
+    indices = (indices + step * _slots(indices)).int().unflatten(0, (B, T))
+    # All are closed for the first token too.
+    return q, rows, _pages(draw, *entries.shape), indices, start + T, *rest
+
+
 def _prefill_flops(size: Size) -> int:
-    return 4 * size["B"] * size["T"] * size["H"] * size["K"] * (WINDOW + size["S"])
+    return 4 * size["B"] * size["T"] * size["H"] * size["K"] * (WINDOW + size.get("A", size["S"]))
 
 
 # ------------------------------------------------------------------------------------------------------------ routers
@@ -315,10 +329,20 @@ CASES = (
     Case(
         "sparse_mla_decode",
         sparse_mla_decode,
-        ("B1-H64-K512-S4096-A512", "B64-H64-K512-S4096-A512"),
+        ("B1-H64-K512-S4096-A512", "B8-H64-K512-S4096-A512", "B64-H64-K512-S4096-A512", "B64-H128-K512-S4096-A1024"),
         _decode,
         {},
         _ends(0, 1, 2, 3, 4),
+        _decode_flops,
+        _not_chosen,
+    ),
+    Case(
+        "sparse_mla_decode.closed",
+        sparse_mla_decode,
+        ("B1-H64-K512-S1024", "B64-H64-K512-S1024"),
+        _decode_closed,
+        {},
+        _ends(0, 1, 2, 4),
         _decode_flops,
         _not_chosen,
     ),
@@ -329,6 +353,15 @@ CASES = (
         _prefill,
         {},
         _ends(0, 1, 2, 4),
+        _prefill_flops,
+    ),
+    Case(
+        "sparse_mla_prefill.named",
+        sparse_mla_prefill,
+        ("B1-T256-H64-K512-S2048-A512", "B1-T1024-H64-K512-S2048-A512"),
+        _prefill_named,
+        {},
+        _ends(0, 1, 2, 3, 4),
         _prefill_flops,
     ),
     Case("moe_sqrtsoftplus_router", moe_sqrtsoftplus_router, tuple(f"T{T}-E256-A6" for T in (1, 32, 4096)), _router,

@@ -55,7 +55,8 @@ def sparse_mla_decode(
         scale: factor on q . c.
 
     Returns:
-        [B, H, K] in q's dtype, computed in fp32 (fp64 for fp64); 0 in a row without tokens.
+        [B, H, K] in q's dtype, computed in fp32 (fp64 for fp64); 0 in a row without tokens. A kernel rounds the
+        weights that it sums the rows with to q's dtype.
     """
     K, lengths = q.shape[-1], lengths.long()[:, None]
     positions = lengths - span + torch.arange(span, device=q.device)
@@ -90,7 +91,8 @@ def sparse_mla_prefill(
         rows: [B, P + T, K], floating point: P tokens before the new ones, of which those at positions below 0 do not
             count, and these.
         entries: [B, S, K], floating point, or pages [B, P, bytes], uint8, the new tokens' own included; None for none.
-        indices: [B, T, A], integers: the entries to look at; one below 0 is none. None for all that are closed.
+        indices: [B, T, A], integers: the entries to look at, each once, of which those closed count; one below 0 is
+            none. None for all that are closed.
         start: [B], integers: the first new token's position in its row.
         sinks: [H], floating point, fp32 in models.
         span: tokens of the window.
@@ -99,7 +101,7 @@ def sparse_mla_prefill(
         scale: factor on q . c.
 
     Returns:
-        [B, T, H, K] in q's dtype, computed in fp32 (fp64 for fp64).
+        [B, T, H, K] in q's dtype, computed as `sparse_mla_decode` does.
     """
     (B, T, _, K), P = q.shape, rows.shape[1] - q.shape[1]
     t, start = torch.arange(T, device=q.device)[:, None], start.long()[:, None, None]
@@ -130,3 +132,7 @@ def _attend(q: Tensor, rows: Tensor, seen: Tensor, sinks: Tensor, scale: float) 
     # A row that does not count may hold anything, in a cache that has been used before.
     rows = torch.where(seen.any(1)[..., None], rows, 0.0)
     return (torch.einsum("bths,bsk->bthk", weights, rows) / total).to(q.dtype)
+
+
+# Registers itself with the ops above.
+from xpu_ports.common.kernels.sparse_mla import triton as _triton  # noqa: E402, F401
