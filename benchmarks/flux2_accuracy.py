@@ -1,8 +1,10 @@
 """How far FLUX.2 here is from diffusers: by block, by latents after all steps, and in the picture.
 
     python benchmarks/flux2_accuracy.py [--checkpoint FOLDER] [--prompt TEXT] [--dtype DTYPE] [--steps N] [--out FOLDER]
+        [--mxfp4]
 
-Writes accuracy.jsonl and side-by-side.png: ours, diffusers', and the difference of both times 16. For scale each
+Writes accuracy.jsonl and side-by-side.png (with --mxfp4, which packs our transformer's weights, mxfp4.jsonl and
+mxfp4.png): ours, diffusers', and the difference of both times 16. For scale each
 difference stands beside the one between diffusers in that dtype and diffusers in fp32.
 """
 
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from xpu_ports.common.bench.environment import environment
 from xpu_ports.common.dispatch import explain
 from xpu_ports.models.flux2 import load_pipeline
+from xpu_ports.models.flux2.packed import quantize_transformer
 
 ROOT = Path(__file__).parents[1]
 AMPLIFIED = 16
@@ -39,11 +42,12 @@ def main() -> int:
     parser.add_argument("--guidance", type=float, default=2.0)
     parser.add_argument("--text", type=int, default=32, help="tokens of text")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu" / "flux2")
+    parser.add_argument("--mxfp4", action="store_true", help="pack our transformer's weights")
     options = parser.parse_args()
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")
     dtype = getattr(torch, options.dtype)
     loaders = {
-        "ours": (load_pipeline, dtype),
+        "ours": (load_packed if options.mxfp4 else load_pipeline, dtype),
         "diffusers": (diffusers.DiffusionPipeline.from_pretrained, dtype),
         "fp32": (diffusers.DiffusionPipeline.from_pretrained, torch.float32),
     }
@@ -53,17 +57,29 @@ def main() -> int:
         ours, theirs, exact = (runs[run][name].float() for run in ("ours", "diffusers", "fp32"))
         lines.append(
             {
-                "kind": "difference", "of": name, "dtype": options.dtype, "ours_to_diffusers": relative(ours, theirs),
+                "kind": "difference", "of": name, "dtype": options.dtype, "mxfp4": options.mxfp4,
+                "ours_to_diffusers": relative(ours, theirs),
                 "ours_to_fp32": relative(ours, exact), "diffusers_to_fp32": relative(theirs, exact),
                 "largest": (ours - theirs).abs().max().item(),
             }
         )  # fmt: skip
         print(json.dumps(lines[-1]), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "accuracy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    side_by_side(runs["ours"]["picture"], runs["diffusers"]["picture"]).save(options.out / "side-by-side.png")
+    (options.out / ("mxfp4.jsonl" if options.mxfp4 else "accuracy.jsonl")).write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
+    side_by_side(runs["ours"]["picture"], runs["diffusers"]["picture"]).save(
+        options.out / ("mxfp4.png" if options.mxfp4 else "side-by-side.png")
+    )
     explain()
     return 0
+
+
+def load_packed(*args: Any, **kwargs: Any) -> Any:
+    """Our pipeline with MXFP4 weights."""
+    pipe: Any = load_pipeline(*args, **kwargs)
+    quantize_transformer(pipe.transformer)
+    return pipe
 
 
 def draw(pipe: Any, options: argparse.Namespace) -> dict[str, Tensor]:

@@ -170,6 +170,8 @@ def rounded_calls(plan: Plan, one: float, sets: int) -> int:
 def interleave(stopwatch: Stopwatch, runs: Mapping[str, Run], plan: Plan, ahead: bool = False) -> dict[str, Timing]:
     """Time variants in turn, so that clocks and neighbours that change while measuring change for all of them.
 
+    Every other round goes backwards, since a device that has just worked hard is slower: none always follows the same.
+
     Args:
         runs: what makes one sample, by name; already warm.
         ahead: queue the same before each sample: for graphs.
@@ -180,8 +182,8 @@ def interleave(stopwatch: Stopwatch, runs: Mapping[str, Run], plan: Plan, ahead:
     gc.disable()
     try:
         start = time.perf_counter()
-        for _ in range(plan.samples if runs else 0):
-            for name, run in runs.items():
+        for i in range(plan.samples if runs else 0):
+            for name, run in reversed(runs.items()) if i % 2 else runs.items():
                 with run.context():
                     samples[name].append(stopwatch(run.run, ahead))
             if time.perf_counter() - start > plan.budget:

@@ -45,7 +45,7 @@ BOUNDS = {
     ),
     "mxfp4": Bounds(
         "four bits a weight of the transformer: twice what the tiny checkpoint loses, and larger models lose less",
-        layer=0.6, latents=0.6, picture=0.1,
+        layer=0.35, latents=0.25, picture=0.02,
     ),
 }  # fmt: skip
 # The difference of two pictures is shown so many times as large, and small pictures enlarged to this side.

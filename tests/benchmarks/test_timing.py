@@ -104,7 +104,8 @@ def test_variants_take_turns_inside_their_context():
 
     runs = {name: Run(lambda name=name: log.append(name), 2, lambda name=name: Context(name)) for name in "ab"}
     timings = interleave(Stopwatch(CPU), runs, Plan(samples=2))
-    assert log == ["enter a", "a", "exit a", "enter b", "b", "exit b"] * 2
+    a, b = (["enter " + name, name, "exit " + name] for name in "ab")
+    assert log == a + b + b + a
     assert {name: (t.samples, t.calls) for name, t in timings.items()} == {"a": (2, 2), "b": (2, 2)}
 
 

@@ -178,3 +178,11 @@ def test_pipeline(tmp_path: Path) -> None:
     assert torch.equal(*pictures)
     difference = (pictures[0] - dense).square().mean().sqrt()
     assert 1e-4 < difference < 0.5 * dense.std()
+
+
+@torch.no_grad()
+def test_compiles_whole() -> None:
+    model = packed()
+    given = call(model)
+    expected = model(**given).sample
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(**given).sample, expected)
