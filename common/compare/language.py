@@ -112,6 +112,11 @@ def _bounds(subject: Subject, options: Options, dtype: torch.dtype, cost: bool) 
     return subject.bounds[name]
 
 
+def _decode_bounds(subject: Subject, options: Options, dtype: torch.dtype) -> Bounds:
+    """The bounds of cached steps beside a forward: a cache of few bits may round by one of its own places."""
+    return subject.bounds[options.cache] if options.cache is not None else _bounds(subject, options, dtype, cost=False)
+
+
 def _sides(subject: Subject, options: Options, config: Mapping[str, Any]) -> tuple[list[Side], Side | None]:
     """What the port is compared with, and the reference in fp32 where it is asked for."""
     named = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -192,7 +197,7 @@ def _run_port(
             say("the port runs as it ships")
             model = _port(subject, options, {})
             report.sections.append(_as_shipped(model, windows))
-        bounds = _bounds(subject, options, model.dtype, cost=False)
+        bounds = _decode_bounds(subject, options, model.dtype)
         report.sections.append(decode_section(subject, model, windows[0], bounds, options.steps, files))
         del model
         release()
@@ -356,7 +361,7 @@ def _locate_in_decode(subject: Subject, options: Options, sections: list[Section
                 if t == start:
                     # Of the prefill.
                     events.clear()
-        bound = _bounds(subject, options, model.dtype, cost=False).layer
+        bound = _decode_bounds(subject, options, model.dtype).layer
     assert bound is not None
     del model
     release()

@@ -29,7 +29,7 @@ SUBJECTS = {"zamba2": ZAMBA2, "kimi-linear": KIMI_LINEAR, "deepseek-v4": DEEPSEE
 
 def options(name: str, dtype: torch.dtype | None = torch.float32, **more: Any) -> Options:
     """Little text, on the CPU."""
-    given = dict(window=64, windows=1, steps=8) | more
+    given = dict(window=48, windows=1, steps=6) | more
     return Options(checkpoint=str(CHECKPOINTS / f"tiny-{name}"), device=torch.device("cpu"), dtype=dtype, **given)
 
 
@@ -65,17 +65,25 @@ def outside(report: Report) -> list[Any]:
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_tiny_checkpoints_are_within_their_bounds(name: str) -> None:
-    report = compare(SUBJECTS[name], options(name))
+    """Zamba2 in the checkpoint's bf16, beside fp32 too; the others in fp32."""
+    as_shipped = name == "zamba2"
+    given = options(name, None, yardstick=True) if as_shipped else options(name)
+    report = compare(SUBJECTS[name], given)
     assert report.within, outside(report)
     beside = section(report, "beside transformers")
     assert 5 < value(beside, "perplexity, reference") < 100
-    assert value(beside, "same likeliest token") == 1
+    if as_shipped:
+        yardstick = section(report, "beside transformers, float32")
+        assert 0 < value(yardstick, "KL to it, mean, port") < 1e-2
+        assert 0.3 < value(yardstick, "KL to it, median, port over reference") <= 1.5
+    else:
+        assert value(beside, "same likeliest token") == 1
     layers = 6 if name == "deepseek-v4" else 8
     assert [layer.layer for layer in beside.layers] == list(range(layers))
     assert all(layer.so_far is not None and layer.kind for layer in beside.layers)
-    assert len(beside.kl_by_position) == 64
+    assert len(beside.kl_by_position) == 48
     decode = section(report, DECODE)
-    assert value(decode, "tokens") == 8
+    assert value(decode, "tokens") == 6
     assert len(decode.layers) == layers
     assert report.explain
     assert {line["device"] for line in report.explain} == {"cpu"}
@@ -85,14 +93,6 @@ def test_the_tiny_checkpoints_are_within_their_bounds(name: str) -> None:
     for found in guesses:
         assert 0 <= value(found, "accepted") <= 1
         assert value(found, "tokens that are those without guesses") == 1
-
-
-def test_as_shipped_beside_the_yardstick() -> None:
-    report = compare(ZAMBA2, options("zamba2", None, yardstick=True))
-    assert report.within, outside(report)
-    yardstick = section(report, "beside transformers, float32")
-    assert 0 < value(yardstick, "KL to it, mean, port") < 1e-2
-    assert 0.3 < value(yardstick, "KL to it, median, port over reference") <= 1.5
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

@@ -121,7 +121,7 @@ def report(outside: bool = False) -> Report:
     beside = Section(
         "beside <that>", logit_checks(figure, BOUNDS), layers,
         Culprit(2, "mixer", "attn.o_proj", "input", 0.5, "attn.v_proj") if outside else None,
-        figure.kl_by_position(), figure.histogram(), why="made up",
+        kl_by_position=figure.kl_by_position(), histogram=figure.histogram(), why="made up",
     )  # fmt: skip
     steps = Section("latents", [Check("latents", float("inf"))], latents_by_step=[0.0, 0.01, 0.02])
     line = dict(op="rms_norm", backend="reference", device="cpu", reason="on the CPU", calls=3)
