@@ -10,13 +10,14 @@ TORCH ?=
 CPU_TORCH := 2.13.0
 PYTEST_ARGS ?=
 
-.PHONY: help demo test lint typecheck wheel xpu-check xpu-test clean
+.PHONY: help demo test lint typecheck docs wheel xpu-check xpu-test clean
 
 help:
 	@echo "make demo       set up .venv, then text from tiny Zamba2 and a picture from tiny FLUX.2, demo.png"
 	@echo "make test       set up .venv, then lint and the whole test suite"
 	@echo "make xpu-check  compile every kernel for Intel GPUs and run it on this CPU (Linux, apt)"
 	@echo "make xpu-test   on a machine with an Intel GPU: the op tests on the GPU, with a report to send"
+	@echo "make docs       the documentation as a site, build/site; fails for a link that leads nowhere"
 	@echo "make wheel      build the wheel into dist/"
 	@echo "make clean      remove the venvs and what was built"
 
@@ -58,6 +59,11 @@ lint: $(VENV)/.dev
 
 typecheck: $(VENV)/.dev
 	@$(PY) -m mypy
+
+docs: $(VENV)/.dev
+	@$(PY) -c 'import mkdocs, mkdocstrings_handlers.python' 2>/dev/null || $(PIP) install -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict --clean
+	@echo "build/site/index.html"
 
 xpu-check:
 	@PYTHON=$(PYTHON) bash xpu_offline/check.sh
