@@ -240,7 +240,7 @@ def _units(arch: Architecture, N: int) -> str:
     return "some" if N <= 64 else "many"
 
 
-def _dot_candidates(arch: Architecture, R: int, itemsize: int, units: str) -> Iterator[DotTile]:
+def _dot_candidates(arch: Architecture, R: int, dtype: torch.dtype, units: str) -> Iterator[DotTile]:
     """On NVIDIA, where a program of more than 2 warps would use units that Triton 3.6 makes wrong code for."""
     if arch.name != "nvidia":
         return
@@ -252,36 +252,38 @@ def _dot_candidates(arch: Architecture, R: int, itemsize: int, units: str) -> It
                         yield DotTile(1, block_r, block_k, warps)
     else:
         for block_t in (16, 32) if units == "some" else (32, 64, 128):
-            for block_k in (64, 128):
+            for block_k in (32, 64, 128):
                 for stages in (1, 2, 3):
-                    if block_t * block_k <= 8192:
+                    if block_t * block_k <= (8192 if dtype == torch.bfloat16 else 4096):
                         yield DotTile(block_t, max(16, next_power_of_2(R)), block_k, 2, stages)
 
 
 @tunable("mhc_dot", _dot_candidates)
-def dot_tile(arch: Architecture, R: int, itemsize: int, units: str) -> DotTile:
-    """The tile for R rows and elements of some bytes.
+def dot_tile(arch: Architecture, R: int, dtype: torch.dtype, units: str) -> DotTile:
+    """The tile for R rows and streams of a dtype.
 
-    Many tokens at a time, so that fn, which every program reads, is read seldom; its rows in two tiles of 16 where
-    there are 24. On Intel GPUs about the largest that do not spill.
+    Many tokens at a time, so that fn, which every program reads, is read seldom; 24 of its rows are padded to 32. Other
+    dtypes than bf16 have three times the operands. On Intel GPUs about the largest that do not spill.
     """
     if units == "few":
         if arch.name == "arc-a":
             return DotTile(2, 4, 256, 4, registers=256)
         return DotTile(1, 8, 512, 4, registers=256)
-    block_r = max(16, next_power_of_2(R))
+    block_r, exact = max(16, next_power_of_2(R)), dtype == torch.bfloat16
     if arch.has_grf_modes:
-        return DotTile(16 if units == "some" or itemsize > 2 else 32, block_r, 64, 4, registers=256)
-    return DotTile(16 if units == "some" else 64, block_r, 64, 2, 3 if itemsize == 2 else 2)
+        return DotTile(32 if exact and units == "many" else 16, block_r, 64 if exact else 32, 4, registers=256)
+    block_t = 16 if units == "some" else 64 if exact else 32
+    return DotTile(block_t, block_r, 64 if exact else 32, 2, 3 if exact else 1)
 
 
 def parts_of(arch: Architecture, programs: int, S: int, D: int, block_k: int) -> int:
     """How many parts a stream's columns are split into, where there are some programs for each of S streams.
 
-    By shapes alone, so that a captured launch stays right: four programs a unit, of blocks that differ by one at most.
+    By shapes alone, so that a captured launch stays right: no more than four programs a unit, which is what the
+    registers of most have room for, of blocks that differ by one at most.
     """
     blocks = cdiv(D, block_k)
-    wanted = min(cdiv(4 * arch.units, programs * S), MOST_SPLITS // S, blocks)
+    wanted = max(1, min(4 * arch.units // (programs * S), MOST_SPLITS // S, blocks))
     return cdiv(blocks, cdiv(blocks, wanted))
 
 
@@ -290,7 +292,7 @@ def _dot(x: Tensor, fn: Tensor, sizes: list[int], stride_x: list[int], arch: Arc
     (S, D), R = x.shape[-2:], fn.shape[0]
     N = sizes[0] * sizes[1] * sizes[2]
     units = _units(arch, N)
-    cut = dot_tile(arch, R, x.element_size(), units)
+    cut = dot_tile(arch, R, x.dtype, units)
     programs = cdiv(N, cut.block_t) * cdiv(R, cut.block_r)
     splits = S * parts_of(arch, programs, S, D, cut.block_k)
     part = torch.empty((N, splits, R + 1), dtype=torch.float32, device=x.device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import LAYOUTS, Runner, assert_rounded_once, normal, refusal
+from tests.common.ops import Runner, assert_rounded_once, normal, refusal
 from xpu_ports.common.device import ARCHITECTURES, Architecture
 from xpu_ports.common.dispatch import Op
 from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_pre
@@ -88,7 +88,7 @@ class TestPre:
         _, _, once = mhc_pre(x, fn, scale / 2, base / 2, EPS, EPS, 1)
         assert (once.sum(-1) - 1).abs().max() > 0.1
 
-    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("layout", ["slice", "transposed"])
     def test_layouts(self, run: Runner, layout: str) -> None:
         x = normal(2, 3, 288, dtype=torch.bfloat16, layout=layout).unflatten(-1, (4, 72))
         run(x, *weights(4, 72), EPS, EPS, 20)
@@ -153,7 +153,7 @@ class TestPre:
         parts = module.parts_of(arch, programs, 4, D, 64)
         assert 1 <= parts <= min(blocks, module.MOST_SPLITS // 4)
         assert -(-blocks // parts) - blocks // parts <= 1
-        assert parts == 1 or programs * 4 * (parts - 1) < 4 * arch.units
+        assert parts == 1 or programs * parts <= arch.units
 
 
 @pytest.mark.op("mhc_post")
@@ -165,7 +165,7 @@ class TestPost:
         y, x = torch.randn(B, T, D).to(dtype), torch.randn(B, T, S, D).to(dtype)
         assert run(y, x, torch.rand(B, T, S), torch.rand(B, T, S, S)).dtype == dtype
 
-    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("layout", ["slice", "transposed"])
     def test_layouts(self, run: Runner, layout: str) -> None:
         y = normal(2, 3, 72, dtype=torch.bfloat16, layout=layout)
         x = normal(2, 3, 288, dtype=torch.bfloat16, layout=layout).unflatten(-1, (4, 72))
