@@ -1,8 +1,18 @@
-"""Hugging Face-compatible model trees on the shared ops; `register()` makes transformers' Auto classes return them."""
+"""Hugging Face-compatible model trees on the shared ops; `register()` makes transformers' Auto classes return them.
+
+`patch(model)` puts the ops into stock models instead.
+"""
 
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xpu_ports.models.kernel_mapping import kernel_mapping
+    from xpu_ports.models.patching import Patch, patch, unpatch
+
+__all__ = ["PORTS", "Patch", "kernel_mapping", "patch", "register", "unpatch"]
 
 # Model type -> (its config's name, Auto class -> our class). Looked up by name, so that nothing is imported early.
 PORTS = {
@@ -37,3 +47,12 @@ def register(*names: str) -> None:
         for auto_name, class_name in classes.items():
             auto_class = getattr(transformers, auto_name)
             auto_class.register(getattr(module, config_name), getattr(module, class_name), exist_ok=True)
+
+
+def __getattr__(name: str) -> Any:
+    """`Patch`, `patch`, `unpatch` and `kernel_mapping`, whose modules import every op that they need."""
+    if name == "kernel_mapping":
+        return importlib.import_module("xpu_ports.models.kernel_mapping").kernel_mapping
+    if name in __all__:
+        return getattr(importlib.import_module("xpu_ports.models.patching"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
