@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xpu_ports.common.bench.case import Args, Case, Draw, Sample, sample_index
 from xpu_ports.common.kernels.compress import compress_csa, compress_hca
-from xpu_ports.common.kernels.fp8_pages import PAGE_TOKENS, cache_rows, index_page_bytes, page_bytes
+from xpu_ports.common.kernels.fp8_pages import PAGE_TOKENS, cache_rows, index_page_bytes, page_bytes, token_bytes
 from xpu_ports.common.kernels.indexer import indexer_scores, stable_topk
 from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_pre
 from xpu_ports.common.kernels.mla_rope import (
@@ -51,8 +51,14 @@ def _numbers(draw: Draw, value: int, *shape: int) -> Tensor:
 
 
 def _pages(draw: Draw, B: int, S: int, K: int) -> Tensor:
-    """Full pages of finite numbers: no byte is that of an e4m3 that is none, nor the upper one of such a bf16."""
-    return draw.uniform(0, 100, B, -(-S // PAGE_TOKENS), page_bytes(K, ROPE), dtype=torch.uint8)
+    """Full pages of positive e4m3 with scales around 1 and normal bf16 behind them."""
+    P, (data, scales) = -(-S // PAGE_TOKENS), token_bytes(K, ROPE)
+    pages = draw.uniform(0, 100, B, P, page_bytes(K, ROPE), dtype=torch.uint8)
+    tokens, rest = pages[..., : PAGE_TOKENS * (data + scales)].split([PAGE_TOKENS * data, PAGE_TOKENS * scales], -1)
+    tail = draw(B, P, PAGE_TOKENS, ROPE, dtype=torch.bfloat16).view(torch.uint8)
+    tokens.unflatten(-1, (PAGE_TOKENS, data))[..., K - ROPE :] = tail
+    rest.copy_(draw.uniform(120, 124, *rest.shape, dtype=torch.uint8))
+    return pages
 
 
 # ----------------------------------------------------------------------------------------------------------- streams

@@ -131,18 +131,22 @@ class Tile:
     registers: int = 128
 
 
-def tile(arch: Architecture, tokens: int, H: int, width: int, rope: int, parts: int) -> Tile:
-    """The tile for so many queries of H heads of `width` columns, a power of two, and operands of so many bf16."""
+def tile(arch: Architecture, tokens: int, H: int, width: int, rope: int, parts: int, paged: bool) -> Tile:
+    """The tile for so many queries of H heads of `width` columns, a power of two, and operands of so many bf16.
+
+    paged: the window is.
+    """
     if arch.has_grf_modes:
         # Twice the keys spill on Max and Xe2 beside the decoding of pages, and so do fewer warps or registers.
-        chunk = GROUP if arch.matrix_units and parts == 1 else 32
+        chunk = (GROUP if parts == 1 else 16) if arch.matrix_units else 32
         return Tile(16, 16, 16, min(chunk, width), registers=256)
     if parts > 1 or rope > GROUP:
         return Tile(16, 16, 4, min(GROUP, width))
     # On an H200 64 heads share a token's decoding and are what its matrix units take at once, but then a program has
-    # a multiprocessor for itself, whose latencies few tokens do not hide.
+    # a multiprocessor for itself, whose latencies few tokens do not hide. Rows are on their way while others are
+    # attended to; of pages there are no registers left to decode the next ones in.
     if H > 32 and tokens * cdiv(H, 64) >= 4:
-        return Tile(64, 64, 8, stages=2)
+        return Tile(64, 64, 8, stages=1 if paged else 2)
     return Tile(16, 32, 4)
 
 
@@ -181,7 +185,7 @@ def _attend(
     named = slots if indices is None else indices.shape[-1]
     arch = architecture(q.device)
     width = max(16, next_power_of_2(K))
-    cut = tile(arch, B * T, H, width, rope, max(parts))
+    cut = tile(arch, B * T, H, width, rope, max(parts), tokens[0] > 0)
     programs = B * T * cdiv(H, cut.heads)
     splits = split(arch, programs, cdiv(span, cut.keys) + cdiv(named, cut.keys))
     out, tops = y, y
