@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from xpu_ports.common import dispatch
 from xpu_ports.common.bench.environment import environment
 from xpu_ports.models.deepseek_v4 import DeepseekV4ForCausalLM
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT, TEXT = ROOT / "checkpoints" / "tiny-deepseek-v4", ROOT / "tests" / "data" / "heldout.txt"
-OUT = Path(__file__).parent / "results" / "cpu" / "deepseek-v4-drafts.jsonl"
+RESULTS = Path(os.environ.get("OUT") or Path(__file__).parent / "results" / "cpu")
 # Tokens of a prompt.
 PROMPT = 64
 
@@ -60,7 +62,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--drafts", type=int, default=1, help="guesses at a time")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "deepseek-v4-drafts.jsonl")
     options = parser.parse_args()
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")
     model = DeepseekV4ForCausalLM.from_pretrained(CHECKPOINT, mtp=True, dtype=torch.float32).eval().to(device)
@@ -69,7 +71,10 @@ def main() -> int:
         lines.append(compare(model, prompt, options.tokens, options.drafts))
         print(json.dumps(lines[-1]), flush=True)
     found = lines[1:]
+    dispatch.explain()
     summary = {name: sum(line[name] for line in found) / len(found) for name in ("same", "acceptance")}
+    for name in ("plain", "drafted"):
+        summary[f"{name}_tokens_per_s"] = options.tokens * len(found) / sum(line[f"{name}_s"] for line in found)
     print(json.dumps(summary))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

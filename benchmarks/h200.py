@@ -1,6 +1,7 @@
 """Make the H200 numbers of the documentation: the kernels' tests on the GPU, then the ops beside their peers.
 
-    python benchmarks/h200.py [tests] [ops[:NAME,...]] [tune[:NAME,...]] [models] [flux2[:OPTION,...]]
+    python benchmarks/h200.py [tests] [ops[:NAME,...]] [tune[:NAME,...]] [models[:NAME,...]]
+        [flux2[:OPTION,...]] [drafts[:OPTION,...]]
 
 Needs nothing installed but torch, Triton and pytest, and diffusers for flux2: the checkout is imported in place.
 Results go to the folder in OUT, or to benchmarks/results. Each section runs in a process of its own, so that one that
@@ -23,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 FOLDERS = ("cli", "common", "models", "quant")
 # Seconds after which a section is stopped.
-LIMITS = {"tests": 120, "ops": 300, "tune": 150, "models": 420, "flux2": 150}
+LIMITS = {"tests": 120, "ops": 300, "tune": 150, "models": 420, "flux2": 150, "drafts": 150}
+SCRIPTS = {"drafts": "deepseek_v4_drafts.py"}
 NORMS = "rms_norm,add_rms_norm,rms_norm_backward,gated_rms_norm"
 DEFAULT = ("tests", f"ops:{NORMS}")
 
@@ -85,8 +87,7 @@ def _command(section: str) -> list[str]:
         workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
         options = ["--backend", "cuda", "-q", "--tb=short", "--maxfail=15", "-p", "no:cacheprovider"]
         return [sys.executable, "-m", "pytest", "tests/common/kernels", "tests/quant", *options, *workers]
-    script = {"ops": "ops.py", "tune": "tune.py", "models": "models.py", "flux2": "flux2.py"}[section]
-    return [sys.executable, str(ROOT / "benchmarks" / script)]
+    return [sys.executable, str(ROOT / "benchmarks" / SCRIPTS.get(section, f"{section}.py"))]
 
 
 if __name__ == "__main__":

@@ -260,7 +260,8 @@ class DeepseekV4Attention(nn.Module):
         T = q.shape[1]
         indices = None if choice is None else choice.of(0, T).flatten(0, 1)
         if T > 1:
-            window, entries = (None if t is None else t.expand(T, -1, -1) for t in (window, entries))
+            window = window.expand(T, -1, -1)
+            entries = None if entries is None else entries.expand(T, -1, -1)
         o = sparse_mla_decode(
             q.flatten(0, 1), window, entries, indices, seen, self.sinks, self.span, self.ratio, self.rope, self.scaling
         )
@@ -596,7 +597,7 @@ class DeepseekV4Model(DeepseekV4PreTrainedModel):
             h = h.gather(1, order[..., None].expand_as(h))
             input_ids = None if input_ids is None else input_ids.gather(1, order)
         step = self.prepare(input_ids, h, mask, cache)
-        x = h[:, :, None].expand(-1, -1, self.config.hc_mult, -1).contiguous()  # [B, T, S, D]
+        x = h[:, :, None].expand(-1, -1, self.config.hc_mult, -1)  # [B, T, S, D]
         want_hidden = kwargs.pop("output_hidden_states", None) or False
         hidden_states = [x] if want_hidden else []
         for layer, kept in zip(self.layers, cache.layers, strict=True):
@@ -633,8 +634,7 @@ class DeepseekV4Model(DeepseekV4PreTrainedModel):
         kinds = {layer.kind for layer in cache.layers}
         totals = {kind: (lengths.columns + T) // self.rates[kind] for kind in kinds - {SLIDING}}
         if T == 1 and not fresh:
-            seen = start + count
-            return Step(ids, start, count, False, *self.one_token(start, seen, ring, totals))
+            return Step(ids, start, count, False, *self.one_token(start, start + count, ring, totals))
         t = torch.arange(T, device=device)
         seen = past = None
         if not fresh and B == 1 and T <= ROLLBACK + 1:
@@ -711,7 +711,12 @@ class DeepseekV4ForCausalLM(DeepseekV4PreTrainedModel, CapturedGeneration, Gener
         self.post_init()
 
     def guess(
-        self, input_ids: Tensor, streams: Tensor, cache: DeepseekV4Cache | None = None, layer: int = 0
+        self,
+        input_ids: Tensor,
+        streams: Tensor,
+        cache: DeepseekV4Cache | None = None,
+        layer: int = 0,
+        logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Logits of the token after the next, by a layer of `from_pretrained(..., mtp=True)`.
 
@@ -720,6 +725,7 @@ class DeepseekV4ForCausalLM(DeepseekV4PreTrainedModel, CapturedGeneration, Gener
             streams: [B, T, S, D], of these positions: the last `hidden_states` of `forward`, or what this gave.
             cache: `DeepseekV4Cache.of_mtp` with the positions before; None for a sequence from its start.
             layer: which of the layers.
+            logits_to_keep: of how many last positions to give logits; 0 for all.
 
         Returns:
             (logits [B, T, V], streams [B, T, S, D]).
@@ -730,7 +736,7 @@ class DeepseekV4ForCausalLM(DeepseekV4PreTrainedModel, CapturedGeneration, Gener
         mtp: Any = self.mtp[layer]
         h, streams = mtp.guess(e, streams, step, cache.layers[0])
         cache.lengths.advance(step.count, e.shape[1], None)
-        return project(self.lm_head, h), streams
+        return project(self.lm_head, slice_logits_to_keep(h, logits_to_keep)), streams
 
     @captured_decode(steps=DeepseekV4StepGraph)
     @can_return_tuple

@@ -39,10 +39,7 @@ class Speculation:
         """The prompt ids [1, T] and what follows."""
         if streamer is not None:
             streamer.put(ids.cpu())
-        logits, streams = self.read(ids)
-        if ids.shape[1] > 1:
-            self.model.guess(ids[:, 1:], streams[:, :-1], cache=self.mtp_cache)
-        new, streams = self.choose(ids, logits[:, -1]), streams[:, -1:]
+        new, streams = self.prefill(ids)
         while True:
             # `new` [1, N]: what the last round made certain, the last of them not in the cache; streams [1, N, S, D] of
             # the positions before each.
@@ -56,9 +53,16 @@ class Speculation:
                     return ids
             new, streams = self.round(ids, new, streams)
 
-    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [1, N, V] and streams [1, N, S, D] of new tokens."""
-        outputs = self.model(ids, cache=self.cache, use_cache=True, output_hidden_states=True)
+    def prefill(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The first new token [1, 1] and the streams [1, 1, S, D] before it, with the prompt in both caches."""
+        logits, streams = self.read(ids, 1)
+        if ids.shape[1] > 1:
+            self.model.guess(ids[:, 1:], streams[:, :-1], cache=self.mtp_cache, logits_to_keep=1)
+        return self.choose(ids, logits[:, -1]), streams[:, -1:]
+
+    def read(self, ids: Tensor, keep: int = 0) -> tuple[Tensor, Tensor]:
+        """Logits [1, N, V], of the last `keep` alone where that is not 0, and streams [1, N, S, D] of new tokens."""
+        outputs = self.model(ids, cache=self.cache, use_cache=True, output_hidden_states=True, logits_to_keep=keep)
         return outputs.logits, outputs.hidden_states[-1]
 
     def round(self, ids: Tensor, new: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +80,7 @@ class Speculation:
         guesses: list[Tensor] = []
         scores: list[Tensor] = []
         for _ in range(self.drafts):
-            logits, streams = self.model.guess(new, streams[:, -new.shape[1] :], cache=self.mtp_cache)
+            logits, streams = self.model.guess(new, streams[:, -new.shape[1] :], cache=self.mtp_cache, logits_to_keep=1)
             scores.append(self.distribution(ids, logits[:, -1]))
             new = self.draw(scores[-1])
             guesses.append(new)
@@ -120,17 +124,13 @@ class CapturedSpeculation(Speculation):
     """Greedy decoding whose rounds are one graph each: the host reads what they gave a few rounds late."""
 
     def run(self, ids: Tensor, streamer: Any) -> Tensor:
-        length = ids.shape[1]
         self.text = ids[0].tolist()
         if streamer is not None:
             streamer.put(ids.cpu())
-        logits, streams = self.read(ids)
-        if length > 1:
-            self.model.guess(ids[:, 1:], streams[:, :-1], cache=self.mtp_cache)
-        new = self.choose(ids, logits[:, -1])
+        new, streams = self.prefill(ids)
         ended = self.add(new.tolist()[0], streamer)
         if not ended:
-            guesses, _ = self.propose(torch.cat([ids, new], dim=1), new, streams[:, -1:])
+            guesses, _ = self.propose(torch.cat([ids, new], dim=1), new, streams)
             self.rounds(torch.cat([new, guesses], dim=1), streamer)
         if streamer is not None:
             streamer.end()

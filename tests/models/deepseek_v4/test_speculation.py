@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV4Config
+from transformers import AutoTokenizer, DeepseekV4Config
 
 from tests.models.deepseek_v4.test_mtp import NARROW
 from xpu_ports.models.deepseek_v4 import DeepseekV4ForCausalLM
 from xpu_ports.models.deepseek_v4.speculation import Speculation, check_speculation
+from xpu_ports.models.deepseek_v4.train_mtp import evaluate
 
+CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "tiny-deepseek-v4"
+HELDOUT = Path(__file__).parents[2] / "data" / "heldout.txt"
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 60}
 
 
@@ -144,6 +148,36 @@ def test_sampling(model):
     # Every token is one of the five that the model may say there.
     top = model(tokens).logits[0, 11:-1].topk(5).indices
     assert (top == tokens[0, 12:, None]).any(-1).all()
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """tiny-deepseek-v4 with the layer that it has."""
+    return DeepseekV4ForCausalLM.from_pretrained(CHECKPOINT, mtp=True, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def text() -> Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    return tokenizer(HELDOUT.read_text()[:16000], return_tensors="pt").input_ids[0]
+
+
+def test_guesses_of_the_trained_layer(trained, text):
+    """On held-out text most are the model's likeliest token; the one before that is not."""
+    windows = text[: 12 * 256].view(12, 256)
+    assert evaluate(trained, windows, 12)[1] > 0.6
+    likeliest = trained(windows).logits.argmax(-1)
+    assert (likeliest[:, 1:] == likeliest[:, :-1]).float().mean() < 0.1
+
+
+def test_drafts_of_the_trained_layer(trained, text):
+    acceptance = []
+    for start in (100, 900, 1700):
+        prompt = text[start : start + 40][None]
+        plain = trained.generate(prompt, **GREEDY)
+        assert torch.equal(trained.generate(prompt, draft="mtp", **GREEDY), plain)
+        acceptance.append(trained.draft_acceptance)
+    assert sum(acceptance) > 0.5 * len(acceptance)
 
 
 REFUSED = {
