@@ -14,12 +14,14 @@ from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.tritonlib import cdiv
 from xpu_ports.quant.mxfp4 import format
-from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import product, tiles, vector
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import fragments, product, tiles, vector
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear.triton import refuses_weight
 
 # Pairs of row and expert up to which each pair reads its expert's weight by itself. Sorting the rows, which saves
 # reading twice what several rows chose, takes eight small launches.
 LARGEST_UNSORTED = 64
+# Sorted rows of an expert, on average, up to which NVIDIA's kernel for few rows is faster than tiles.
+LARGEST_SLICED = 8
 
 
 def _fake(x: Tensor, packed: Tensor, scale: Tensor, experts: Tensor) -> Tensor:
@@ -85,11 +87,17 @@ def mxfp4_grouped_linear_triton(x: Tensor, packed: Tensor, scale: Tensor, expert
     flat = experts.reshape(-1)
     R, arch = flat.numel(), architecture(x.device)
     if R <= LARGEST_UNSORTED or not arch.matrix_units:
-        vector.launch(x, packed, scale, None, y, 1, flat, R // M)
+        if arch.name == "nvidia":
+            fragments.launch_slices(x, packed, scale, None, y, flat, R // M)
+        else:
+            vector.launch(x, packed, scale, None, y, 1, flat, R // M)
         return y
     # Nothing here waits for the device.
     counts = torch.zeros(E, dtype=torch.int32, device=x.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
     groups = tiles.Groups(flat.argsort(stable=True), counts.cumsum(0, dtype=torch.int32), counts, R // M)
-    tiles.launch(x, packed, scale, None, y, tiles.plan(arch, cdiv(R, E), N, K, grouped=True), groups)
+    if arch.name == "nvidia" and cdiv(R, E) <= LARGEST_SLICED:
+        fragments.launch_slices(x, packed, scale, None, y, groups=groups)
+    else:
+        tiles.launch(x, packed, scale, None, y, tiles.plan(arch, cdiv(R, E), N, K, grouped=True), groups)
     return y

@@ -1,7 +1,7 @@
 """Several rows of x against a weight in MXFP4 on the matrix units; the weight is decoded in registers.
 
-Used by the linear layers and by the grouped one, whose rows are sorted by expert. Operands are bf16, which holds every
-number of the weight; a wider x is a sum of two or three bf16.
+Used by the linear layers on Intel GPUs and by the grouped one, whose rows are sorted by expert. Operands are bf16,
+which holds every number of the weight; a wider x is a sum of two or three bf16.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def _multiply_scaled(x, packed, scale, acc, PARTS: tl.constexpr):
         acc = tl.dot_scaled(x, None, "bf16", packed, scale, "e2m1", acc, fast_math=True)
     else:
         x = x.to(tl.float32)
-        top = _top(x)
+        top = top_of(x)
         acc = tl.dot_scaled(top, None, "bf16", packed, scale, "e2m1", acc, fast_math=True)
-        x = _rest(x, top)
-        top = _top(x)
+        x = rest_of(x, top)
+        top = top_of(x)
         acc = tl.dot_scaled(top, None, "bf16", packed, scale, "e2m1", acc, fast_math=True)
         if PARTS == 3:
-            acc = tl.dot_scaled(_top(_rest(x, top)), None, "bf16", packed, scale, "e2m1", acc, fast_math=True)
+            acc = tl.dot_scaled(top_of(rest_of(x, top)), None, "bf16", packed, scale, "e2m1", acc, fast_math=True)
     return acc
 
 
@@ -46,25 +46,25 @@ def _multiply_parts(x, w, acc, PARTS: tl.constexpr):
         acc = tl.dot(x, w, acc)
     else:
         x = x.to(tl.float32)
-        top = _top(x)
+        top = top_of(x)
         acc = tl.dot(top, w, acc)
-        x = _rest(x, top)
-        top = _top(x)
+        x = rest_of(x, top)
+        top = top_of(x)
         acc = tl.dot(top, w, acc)
         if PARTS == 3:
-            acc = tl.dot(_top(_rest(x, top)), w, acc)
+            acc = tl.dot(top_of(rest_of(x, top)), w, acc)
     return acc
 
 
 @triton.jit
-def _top(x):
+def top_of(x):
     """The first 8 bits of the mantissa of an fp32, as bf16."""
     return ((x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def _rest(x, top):
-    """What _top left over; nothing of an infinity."""
+def rest_of(x, top):
+    """What top_of left over; nothing of an infinity."""
     wide = top.to(tl.float32)
     return tl.where(wide == x, 0.0, x - wide)
 
@@ -273,6 +273,12 @@ class Groups:
     counts: Tensor
     share: int
 
+    def tiles(self, rows: int, block_m: int) -> tuple[int, Tensor]:
+        """The largest number of tiles that the experts can have, each with rows of its own, and where they end."""
+        ends = ((self.counts + (block_m - 1)) // block_m).cumsum(0, dtype=torch.int32)
+        # Every expert with rows may have a tile that is not full.
+        return cdiv(rows, block_m) + min(len(self.counts), rows), ends
+
 
 def launch(
     x: Tensor,
@@ -291,9 +297,7 @@ def launch(
     row_tiles, E, tile_ends = cdiv(rows, cut.block_m), 1, x
     if groups is not None:
         E = packed.shape[0]
-        # As many as there can be: every expert with rows may have a tile that is not full.
-        row_tiles += min(E, rows)
-        tile_ends = ((groups.counts + (cut.block_m - 1)) // cut.block_m).cumsum(0, dtype=torch.int32)
+        row_tiles, tile_ends = groups.tiles(rows, cut.block_m)
     target = y
     if cut.split > 1:
         target = torch.empty((cut.split, rows, N), dtype=torch.float32, device=x.device)
@@ -334,19 +338,26 @@ def launch(
             num_warps=cut.warps,
             **grf_options(cut.registers, arch),
         )
-        if cut.split > 1:
-            block = 1024
-            _sum_kernel[(cdiv(rows * N, block),)](
-                target,
-                x if bias is None else bias,
-                y,
-                rows * N,
-                N,
-                SPLIT=cut.split,
-                BIAS=bias is not None,
-                BLOCK=block,
-                num_warps=8,
-            )
+    if cut.split > 1:
+        add_parts(target, bias, y)
+
+
+def add_parts(parts: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Fill y, contiguous, with the sum of the parts of K, [split, rows, N] in fp32, and the bias."""
+    split, rows, N = parts.shape
+    block = 1024
+    with on_device_of(y):
+        _sum_kernel[(cdiv(rows * N, block),)](
+            parts,
+            y if bias is None else bias,
+            y,
+            rows * N,
+            N,
+            SPLIT=split,
+            BIAS=bias is not None,
+            BLOCK=block,
+            num_warps=8,
+        )
 
 
 def decode(packed: Tensor, scale: Tensor, w: Tensor) -> None:

@@ -10,11 +10,19 @@ from xpu_ports.common.device import architecture
 from xpu_ports.common.kernels.rms_norm import refuses_rows
 from xpu_ports.common.tritonlib import next_power_of_2
 from xpu_ports.quant.mxfp4.format import BLOCK
-from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import check_arguments, mxfp4_linear, mxfp4_linear_a4, tiles, vector
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import (
+    check_arguments,
+    fragments,
+    mxfp4_linear,
+    mxfp4_linear_a4,
+    tiles,
+    vector,
+)
 from xpu_ports.quant.mxfp4.kernels.mxfp4_quantize import round_rows
 
-# Rows up to which the weight is decoded in registers; from there on it is decoded to memory, a part at a time, for the
-# vendor's matrix product. On an H200 both take as long at about 100 rows, of a layer of 12288 x 4096.
+# Rows up to which Intel GPUs read the weight without matrix units, and up to which it is decoded in registers; from
+# there on it is decoded to memory, a part at a time, for the vendor's matrix product.
+LARGEST_VECTOR = 4
 LARGEST_TILED = 64
 # Numbers that are decoded at a time.
 _DECODED_AT_ONCE = 2**25
@@ -65,7 +73,11 @@ def _multiply(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: 
         return
     N, K = packed.shape[0], x.shape[-1]
     rows, arch = y.numel() // N, architecture(x.device)
-    if rows <= (4 if arch.name != "nvidia" else 1):
+    if arch.name == "nvidia" and rows <= fragments.LARGEST_SLICED:
+        fragments.launch_slices(x, packed, scale, bias, y)
+    elif arch.name == "nvidia" and rows <= fragments.LARGEST_TILED:
+        fragments.launch_tiles(x, packed, scale, bias, y, fragments.tile(arch, rows, N, K, tiles.PARTS[x.dtype]))
+    elif rows <= LARGEST_VECTOR:
         vector.launch(x, packed, scale, bias, y, min(2, next_power_of_2(rows)))
     elif rows <= LARGEST_TILED and arch.matrix_units:
         tiles.launch(x, packed, scale, bias, y, tiles.plan(arch, rows, N, K))

@@ -1,6 +1,7 @@
 """One or a few rows of x against a weight in MXFP4, without matrix units: what reading the weight takes, no more.
 
-Used by the linear layers and by the grouped one, whose rows each have an expert.
+For Intel GPUs; NVIDIA's have `fragments`. Used by the linear layers and by the grouped one, whose rows each have an
+expert.
 """
 
 from __future__ import annotations
@@ -18,21 +19,18 @@ from xpu_ports.quant.mxfp4.kernels.decoding import code_pair, number, power
 
 
 @triton.jit
-def _add_products(acc, words, x_low, x_high, J: tl.constexpr, DENORMALS: tl.constexpr):
+def _add_products(acc, words, x_low, x_high, J: tl.constexpr):
     """acc, [M, N, blocks], with the products of the nibbles J and J + 4 and their columns of x, [M, blocks]."""
     pair = code_pair(words, J)
-    acc += number(pair << 16, DENORMALS)[None] * x_low[:, None, :]
-    acc += number(pair & -0x10000, DENORMALS)[None] * x_high[:, None, :]
+    acc += number(pair << 16, False)[None] * x_low[:, None, :]
+    acc += number(pair & -0x10000, False)[None] * x_high[:, None, :]
     return acc
 
 
 @triton.jit
-def _add_word(acc, words, x_ptrs, mask, DENORMALS: tl.constexpr):
+def _add_word(acc, words, x_ptrs, mask):
     """acc, [M, N, blocks], with words [N, blocks] times their eight columns of x, at [M, blocks, 8]."""
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    if DENORMALS:
-        # Half of the 2^126 that the weights lack, so that the products are far from either end of fp32.
-        x *= 9.223372036854775808e18
     even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2, 2)))
     x04, x26 = tl.split(even)
     x15, x37 = tl.split(odd)
@@ -40,10 +38,10 @@ def _add_word(acc, words, x_ptrs, mask, DENORMALS: tl.constexpr):
     x1, x5 = tl.split(x15)
     x2, x6 = tl.split(x26)
     x3, x7 = tl.split(x37)
-    acc = _add_products(acc, words, x0, x4, 0, DENORMALS)
-    acc = _add_products(acc, words, x1, x5, 1, DENORMALS)
-    acc = _add_products(acc, words, x2, x6, 2, DENORMALS)
-    return _add_products(acc, words, x3, x7, 3, DENORMALS)
+    acc = _add_products(acc, words, x0, x4, 0)
+    acc = _add_products(acc, words, x1, x5, 1)
+    acc = _add_products(acc, words, x2, x6, 2)
+    return _add_products(acc, words, x3, x7, 3)
 
 
 @kernel
@@ -71,7 +69,6 @@ def _vector_kernel(
     DIMS: tl.constexpr,
     BIAS: tl.constexpr,
     GROUPED: tl.constexpr,
-    DENORMALS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -105,12 +102,10 @@ def _vector_kernel(
         words0, words2 = tl.split(even)
         words1, words3 = tl.split(odd)
         part = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_B), dtype=tl.float32)
-        part = _add_word(part, tl.trans(words0), x_ptrs + 32 * b, mask_x, DENORMALS)
-        part = _add_word(part, tl.trans(words1), x_ptrs + (32 * b + 8), mask_x, DENORMALS)
-        part = _add_word(part, tl.trans(words2), x_ptrs + (32 * b + 16), mask_x, DENORMALS)
-        part = _add_word(part, tl.trans(words3), x_ptrs + (32 * b + 24), mask_x, DENORMALS)
-        if DENORMALS:
-            part *= 9.223372036854775808e18
+        part = _add_word(part, tl.trans(words0), x_ptrs + 32 * b, mask_x)
+        part = _add_word(part, tl.trans(words1), x_ptrs + (32 * b + 8), mask_x)
+        part = _add_word(part, tl.trans(words2), x_ptrs + (32 * b + 16), mask_x)
+        part = _add_word(part, tl.trans(words3), x_ptrs + (32 * b + 24), mask_x)
         acc += part * power(scale)[None]
     y = tl.sum(acc, axis=2)
     if BIAS:
@@ -129,17 +124,10 @@ class Vector:
     registers: int = 128
 
 
-def plan(arch: Architecture, M: int, N: int, K: int) -> Vector:
-    """For M rows at a time, a power of two. A lane takes one block of each of its outputs.
-
-    NVIDIA's are those that measured best on an H200 for N of 2048 to 12288 and K of 1024 to 4096.
-    """
-    nvidia = arch.name == "nvidia"
-    block_b = min((64 if K % 2048 == 0 else 32) if nvidia else 128, next_power_of_2(cdiv(K, 32)))
-    warps = max(1, block_b // 32)
-    if nvidia:
-        return Vector(8 if N >= 2048 else 2, block_b, warps)
-    return Vector(max(1, (2 if arch.name == "arc-a" else 4) // M), block_b, warps, 256)
+def plan(arch: Architecture, M: int, K: int) -> Vector:
+    """For M rows at a time, a power of two. A lane takes one block of each of its outputs."""
+    block_b = min(128, next_power_of_2(cdiv(K, 32)))
+    return Vector(max(1, (2 if arch.name == "arc-a" else 4) // M), block_b, max(1, block_b // 32), 256)
 
 
 def launch(
@@ -157,7 +145,7 @@ def launch(
     rows = y.numel() // N
     sizes, (stride_x,) = row_strides(x)  # type: ignore[misc]
     arch = architecture(x.device)
-    cut = plan(arch, block_m, N, K)
+    cut = plan(arch, block_m, K)
     words = packed.view(torch.int32)
     grouped = experts is not None
     with on_device_of(x):
@@ -182,7 +170,6 @@ def launch(
             DIMS=dims_used(sizes),
             BIAS=bias is not None,
             GROUPED=grouped,
-            DENORMALS=arch.name == "nvidia",
             BLOCK_M=block_m,
             BLOCK_N=cut.block_n,
             BLOCK_B=cut.block_b,

@@ -82,7 +82,8 @@ def test_strided_weights_and_choices(grouped: Runner) -> None:
     grouped(torch.randn(5, 64).bfloat16(), packed[::2, 1::2, 32:], scale[::2, 1::2, 2:], experts)
 
 
-@pytest.mark.parametrize("M", [3, 18])
+# One row a program, and sorted: at most 8, 16 and more rows of an expert.
+@pytest.mark.parametrize("M", [3, 18, 30, 70])
 @pytest.mark.parametrize("architecture", ["nvidia", "arc-a"])
 def test_other_architectures(
     grouped: Runner, target: Target, monkeypatch: pytest.MonkeyPatch, architecture: str, M: int

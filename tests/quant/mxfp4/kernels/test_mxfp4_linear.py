@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from xpu_ports.common.device import use_architecture
 from xpu_ports.common.dispatch import Op
 from xpu_ports.quant.mxfp4 import format
 from xpu_ports.quant.mxfp4.format import dequantize, quantize
-from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import mxfp4_linear, mxfp4_linear_a4, tiles, triton
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import fragments, mxfp4_linear, mxfp4_linear_a4, tiles, triton
 
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 # One row, few, around a tile, many; N of one, a prime and one past a tile; one block of K, primes of them.
@@ -39,10 +40,16 @@ def weight_of(N: int, K: int) -> tuple[Tensor, Tensor]:
     return quantize(w.view(N, K))
 
 
-def skip_on_devices(target: Target) -> None:
-    """Where another architecture's tile would be compiled for a device."""
+@pytest.fixture(params=["", "nvidia"])
+def elsewhere(request: pytest.FixtureRequest, target: Target) -> Iterator[None]:
+    """The choices of kernel, tile and decoding that an architecture has, which may not be the one here."""
+    if not request.param:
+        yield
+        return
     if target.backend == "triton" and not tritonlib.INTERPRETED:
         pytest.skip("only Triton's interpreter runs every architecture's tiles")
+    with use_architecture(request.param):
+        yield
 
 
 @pytest.fixture
@@ -78,6 +85,7 @@ class Both:
     def test_few_rows(self, linear: Runner, shape: tuple, N: int) -> None:
         assert linear(torch.randn(shape), *weight_of(N, 64)).shape == (*shape[:-1], N)
 
+    @pytest.mark.usefixtures("elsewhere")
     @pytest.mark.parametrize("M", [1, 3, 20])
     def test_every_code_and_scale(self, linear: Runner, M: int) -> None:
         """One element of each row of x counts: a column of the weight, as exact as bf16."""
@@ -93,6 +101,7 @@ class Both:
         w = dequantize(packed[rows], scale[rows], torch.bfloat16)
         assert torch.equal(y[: len(columns)].T, w[:, columns])
 
+    @pytest.mark.usefixtures("elsewhere")
     @pytest.mark.parametrize("M", [1, 3, 20])
     def test_a_scale_of_nan(self, linear: Runner, M: int) -> None:
         """It is a NaN to every row of x, also where x is zero, and to one output alone."""
@@ -103,28 +112,36 @@ class Both:
         y = linear(x, packed, scale)
         assert y.isnan().nonzero().tolist() == [[m, 4] for m in range(M)]
 
+    @FLOATS
+    @pytest.mark.usefixtures("elsewhere")
+    @pytest.mark.parametrize(("M", "N", "K"), [(1, 33, 1056), (12, 33, 96), (18, 5, 288)])
+    def test_other_architectures(self, linear: Runner, M: int, N: int, K: int, dtype: torch.dtype) -> None:
+        linear(torch.randn(M, K).to(dtype), *weight_of(N, K), torch.randn(N).to(dtype))
+
     @pytest.mark.parametrize("M", [1, 3, 18])
-    @pytest.mark.parametrize("architecture", ["nvidia", "arc-a"])
-    def test_other_architectures(self, linear: Runner, target: Target, architecture: str, M: int) -> None:
-        """Their choices of kernel, tile and decoding."""
-        skip_on_devices(target)
-        with use_architecture(architecture):
+    def test_without_matrix_units(self, linear: Runner, target: Target, M: int) -> None:
+        if target.backend == "triton" and not tritonlib.INTERPRETED:
+            pytest.skip("only Triton's interpreter runs every architecture's tiles")
+        with use_architecture("arc-a"):
             linear(torch.randn(M, 96).bfloat16(), *weight_of(33, 96), torch.randn(33).bfloat16())
 
     @FLOATS
+    @pytest.mark.usefixtures("elsewhere")
     @pytest.mark.parametrize("split", [1, 2, 4])
     def test_parts_of_the_columns(
         self, linear: Runner, monkeypatch: pytest.MonkeyPatch, split: int, dtype: torch.dtype
     ) -> None:
         """Of five blocks; of four parts the last has nothing."""
         monkeypatch.setattr(tiles, "plan", lambda *_: tiles.Tile(16, 32, 64, 4, split=split))
+        monkeypatch.setattr(fragments, "tile", lambda *_: fragments.Tile(32, 4, split))
         linear(torch.randn(18, 160).to(dtype), *weight_of(33, 160), torch.randn(33).to(dtype))
 
     @FLOATS
     def test_decoded_by_dot_scaled(
         self, linear: Runner, target: Target, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
     ) -> None:
-        skip_on_devices(target)
+        if target.backend == "triton" and not tritonlib.INTERPRETED:
+            pytest.skip("linear layers have it on no device, experts' rows do on NVIDIA's")
         monkeypatch.setattr(tiles, "plan", lambda *_: tiles.Tile(16, 64, 64, 4, split=2, scaled=True))
         linear(torch.randn(18, 160).to(dtype), *weight_of(33, 160), torch.randn(33).to(dtype))
 
@@ -132,6 +149,7 @@ class Both:
     def test_decoded_to_memory(self, linear: Runner, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
         """For many rows, here for all, ten outputs at a time."""
         monkeypatch.setattr(triton, "LARGEST_TILED", 0)
+        monkeypatch.setattr(fragments, "LARGEST_TILED", 0)
         monkeypatch.setattr(triton, "_DECODED_AT_ONCE", 13 * 96)
         monkeypatch.setattr(triton, "_ALIGNED", 5)
         linear(torch.randn(2, 9, 96).to(dtype), *weight_of(33, 96), torch.randn(33).to(dtype))
