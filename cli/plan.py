@@ -115,7 +115,8 @@ def plan_model(checkpoint: str, context: int, batch: int, prefill: int) -> dict[
 
     model_type = _common.model_type_of(checkpoint)
     memory: Any = importlib.import_module(f"xpu_ports.models.{model_type}.memory")
-    config = _common.port(model_type).config_class.from_pretrained(checkpoint)
+    config_class: Any = _common.port(model_type).config_class
+    config = config_class.from_pretrained(checkpoint)
     dtype = torch.bfloat16
     sizes = weight_bytes(model_type, config)
 
@@ -181,10 +182,11 @@ def file_bytes(checkpoint: str) -> int | None:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
+    # The bases are OSError and the error of the HTTP library, whose name differs between versions.
+    unreachable: Any = (NotASafetensorsRepoError, *HfHubHTTPError.__bases__)
     try:
         found = huggingface_hub.get_safetensors_metadata(checkpoint)
-    # The bases are OSError and the error of the HTTP library, whose name differs between versions.
-    except (NotASafetensorsRepoError, *HfHubHTTPError.__bases__):
+    except unreachable:
         # The config, which is at hand, is enough.
         return None
     return sum(t.data_offsets[1] - t.data_offsets[0] for f in found.files_metadata.values() for t in f.tensors.values())

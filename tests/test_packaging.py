@@ -29,7 +29,7 @@ NEW = {
 
 def sources(root: Path) -> set[str]:
     """The Python files, markers and data of the four folders, as the wheel names them."""
-    kinds = {".py", ".json", ".typed"}
+    kinds = {".py", ".json", ".txt", ".typed"}
     files = (path for folder in FOLDERS for path in (root / folder).rglob("*") if path.suffix in kinds)
     return {f"xpu_ports/{path.relative_to(root).as_posix()}" for path in files if path.name != "ruff.toml"}
 

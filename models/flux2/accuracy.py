@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -146,7 +147,7 @@ def compare(options: Options) -> Report:
     options = dataclasses.replace(options, dtype=options.dtype or torch.bfloat16)
     assert options.dtype is not None
     dtype = str(options.dtype).removeprefix("torch.")
-    own = options.reference == "reference-path"
+    own = options.reference == "reference-path" or (options.reference is None and _is_packed(options.checkpoint))
     bounds = BOUNDS[dtype if own or options.quant is None else options.quant]
     title = f"beside the reference ops, {dtype}" if own else f"beside diffusers, {dtype}"
     title += ", dense weights" if options.quant is not None and not own else ""
@@ -178,6 +179,12 @@ def compare(options: Options) -> Report:
             name = f"The port, the reference, and their difference times {AMPLIFIED}"
             report.pictures[name] = side_by_side(got.picture, expected.picture, options.out / "side-by-side.png")
     return report
+
+
+def _is_packed(checkpoint: str) -> bool:
+    """Whether a folder's transformer is packed, which has no dense reference."""
+    config = Path(checkpoint) / "transformer" / "config.json"
+    return config.is_file() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
 
 
 def _pipeline(loader: Callable[..., Any], options: Options, dtype: torch.dtype | None = None) -> Any:

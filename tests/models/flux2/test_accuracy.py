@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ def test_within_bounds(tmp_path: Path) -> None:
 
     # Three pictures of 64 pixels, two gaps of 2, four times as large.
     assert Image.open(path).size == (4 * (3 * 64 + 2 * 2), 4 * 64)
+
+
+def test_packed(tmp_path: Path) -> None:
+    """Beside dense weights; a folder that is packed already, beside itself."""
+    report = accuracy.compare(options(draw_steps=1, quant="mxfp4"))
+    assert report.within
+    assert all(layer.error > 0.01 for layer in report.sections[0].layers)
+    pipe: Any = accuracy.load_pipeline(CHECKPOINT, dtype=torch.bfloat16)
+    accuracy.quantize_transformer(pipe.transformer)
+    pipe.save_pretrained(tmp_path)
+    report = accuracy.compare(replace(options(draw_steps=1), checkpoint=str(tmp_path)))
+    assert report.within
+    assert "beside the reference ops" in report.sections[0].title
+    assert all(layer.error == 0 for layer in report.sections[0].layers)
 
 
 def test_a_doubled_projection(monkeypatch: pytest.MonkeyPatch) -> None:
