@@ -187,9 +187,9 @@ class Explanation(list[Decision]):
         return "\n".join(line.rstrip() for line in lines)
 
 
-def record(subject: str, choice: str, device: str, reason: str, calls: int = 1) -> None:
+def record(subject: str, choice: str, device: torch.device | str, reason: str, calls: int = 1) -> None:
     """Add a line to the ledger for a choice that is not an op's, such as a decode step that was not captured."""
-    key = (subject, choice, device, reason)
+    key = (subject, choice, device if isinstance(device, str) else device.type, reason)
     _ledger[key] = _ledger.get(key, 0) + calls
 
 

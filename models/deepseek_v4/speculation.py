@@ -182,7 +182,7 @@ def _is_captured(model: Any, config: Any, processors: Any, criteria: Any) -> boo
         reason = "tokens are sampled, processed, or end in another way"
     if reason is None and not graph.enabled():
         reason = "graphs are off"
-    dispatch.record(SUBJECT, "eager" if reason else "graph", model.device.type, reason or "greedy")
+    dispatch.record(SUBJECT, "eager" if reason else "graph", model.device, reason or "greedy")
     return reason is None
 
 
