@@ -86,9 +86,7 @@ def _scores_of(logits):
     series = tl.full(logits.shape, 1.0 / 17.0, tl.float32)
     for i in tl.static_range(8):
         series = series * square + 1.0 / (15.0 - 2.0 * i)
-    # A comparison, which lets NaN through.
-    positive = tl.where(logits < 0.0, 0.0, logits)
-    return tl.sqrt(positive + 2.0 * s * series)
+    return tl.sqrt(tl.maximum(logits, 0.0) + 2.0 * s * series)
 
 
 @kernel

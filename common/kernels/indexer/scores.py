@@ -85,9 +85,12 @@ def _chunked_products(
     BLOCK_C: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """k q^T, [BLOCK_S, HEADS], CHUNK columns at a time: few registers, the keys read again."""
+    """k q^T, [BLOCK_S, HEADS], CHUNK columns at a time: few registers, the keys read again.
+
+    A loop at run time: what does not change from token to token would be kept in registers otherwise.
+    """
     products = tl.zeros((BLOCK_S, HEADS), dtype=tl.float32)
-    for c in tl.static_range(0, BLOCK_C, CHUNK):
+    for c in range(0, BLOCK_C, CHUNK):
         offs_c = c + tl.arange(0, CHUNK)
         q = tl.load(q_ptrs[None, :] + offs_c[:, None], mask=(offs_c < C)[:, None] & mask_h[None, :], other=0.0)
         k, _ = _keys(keys_ptr, offs_s, offs_c, mask_s, stride_s, C, TOKENS, q_ptrs.dtype.element_ty)
@@ -208,7 +211,7 @@ def tile(arch: Architecture, tokens: int, heads: int, columns: int) -> ScoresTil
     if not arch.has_grf_modes:
         return ScoresTile(64 if tokens == 1 else 128, block_t, min(heads, 64), columns, 4, 2)
     if not arch.matrix_units:
-        return ScoresTile(16, block_t, 16, min(columns, 64), 16, 1, 256)
+        return ScoresTile(16, block_t, 16, 16, 16, 1, 256)
     return ScoresTile(32, block_t, min(heads, 64), columns, 16, 1, 256)
 
 

@@ -53,6 +53,19 @@ def _threshold(keys, K: tl.constexpr):
     return threshold
 
 
+@triton.jit
+def _read(scores_ptr, places_ptr, offs, first, length, stride_s, LOWEST: tl.constexpr, NAMED: tl.constexpr):
+    """Places, and what is in their order's stead, of a segment that begins at `first`; minus infinity behind it."""
+    mask = offs < length
+    if NAMED:
+        places = tl.load(places_ptr + first + offs, mask=mask, other=-1)
+        mask = places >= 0
+    else:
+        places = first.to(tl.int32) + offs
+    scores = tl.load(scores_ptr + places.to(tl.int64) * stride_s, mask=mask, other=float("-inf"))
+    return places, _ordered(scores, LOWEST)
+
+
 # The number of scores changes with every few tokens: one kernel for all of a tile.
 @kernel
 @triton.jit(do_not_specialize=["S", "length"])
@@ -71,6 +84,7 @@ def _stable_topk_kernel(
     LOWEST: tl.constexpr,
     NEVER: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    LINE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """`length` scores of a row, or of the places of it that are named: the K largest, in the order they stand in."""
@@ -78,27 +92,26 @@ def _stable_topk_kernel(
     segment, segments = tl.program_id(1), tl.num_programs(1)
     first = segment.to(tl.int64) * length
     scores_ptr += row // N * stride_m + row % N * stride_n
-    offs = tl.arange(0, BLOCK_S)
-    mask = offs < tl.minimum(length, S - first)
-    if NAMED:
-        places = tl.load(places_ptr + row * S + first + offs, mask=mask, other=-1)
-        mask = places >= 0
-    else:
-        places = first.to(tl.int32) + offs
-    scores = tl.load(scores_ptr + places.to(tl.int64) * stride_s, mask=mask, other=float("-inf"))
-    keys = _ordered(scores, LOWEST)
-    threshold = tl.maximum(_threshold(keys, K), NEVER)
-    above, level = keys > threshold, keys == threshold
+    places_ptr += row * S
+    chosen_ptr += (row * segments + segment) * K
+    length = tl.minimum(length, S - first)
+    _, scores = _read(scores_ptr, places_ptr, tl.arange(0, BLOCK_S), first, length, stride_s, LOWEST, NAMED)
+    threshold = tl.maximum(_threshold(scores, K), NEVER)
+    surely = tl.sum((scores > threshold).to(tl.int32), axis=0)
     # Of those on the threshold the first that there is room for: none where it is minus infinity.
-    surely = tl.sum(above.to(tl.int32), axis=0)
     total = tl.where(threshold == NEVER, surely, K)
     room = total - surely
-    # Both counts in one: a segment has fewer than 2^15.
-    counts = (above.to(tl.int32) << 16) | level.to(tl.int32)
-    before = tl.cumsum(counts, axis=0) - counts
+    # Read again, so that registers are free.
+    places, keys = _read(scores_ptr, places_ptr, tl.arange(0, BLOCK_S), first, length, stride_s, LOWEST, NAMED)
+    above, level = keys > threshold, keys == threshold
+    # Both counts in one: a segment has fewer than 2^15. Sums over a line are within a warp, those of lines are few.
+    counts = tl.reshape((above.to(tl.int32) << 16) | level.to(tl.int32), (BLOCK_S // LINE, LINE))
+    sums = tl.sum(counts, axis=1)
+    before = (tl.cumsum(sums, axis=0) - sums)[:, None] + tl.cumsum(counts, axis=1) - counts
+    before = tl.reshape(before, (BLOCK_S,))
     levels = before & 0xFFFF
-    chosen_ptr += (row * segments + segment) * K
-    tl.store(chosen_ptr + (before >> 16) + tl.minimum(levels, room), places, mask=above | (level & (levels < room)))
+    taken = above | (level & (levels < room))
+    tl.store(chosen_ptr + (before >> 16) + tl.minimum(levels, room), places, mask=taken)
     offs_k = tl.arange(0, BLOCK_K)
     tl.store(chosen_ptr + offs_k, tl.full((BLOCK_K,), -1, tl.int32), mask=(offs_k < K) & (offs_k >= total))
 
@@ -137,6 +150,7 @@ def stable_topk_triton(scores: Tensor, k: int) -> Tensor:
                 # What minus infinity is in `_ordered`.
                 NEVER=-0x7F800001,
                 BLOCK_S=block_s,
+                LINE=min(block_s, 128),
                 BLOCK_K=next_power_of_2(K),
                 num_warps=max(1, min(block_s // 256, 32)),
                 # 16 scores a lane are more than 128 registers hold on Intel.
