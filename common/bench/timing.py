@@ -182,8 +182,9 @@ def interleave(stopwatch: Stopwatch, runs: Mapping[str, Run], plan: Plan, ahead:
     gc.disable()
     try:
         start = time.perf_counter()
+        order = list(runs.items())
         for i in range(plan.samples if runs else 0):
-            for name, run in reversed(runs.items()) if i % 2 else runs.items():
+            for name, run in order[::-1] if i % 2 else order:
                 with run.context():
                     samples[name].append(stopwatch(run.run, ahead))
             if time.perf_counter() - start > plan.budget:

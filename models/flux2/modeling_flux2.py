@@ -262,7 +262,7 @@ class Flux2Attention(_NormedAttention):
         return self.to_out[0](x), self.to_add_out(text)
 
 
-def _joined(layers: tuple[nn.Module, nn.Module], streams: tuple[Tensor, Tensor]) -> Tensor:
+def _joined(layers: tuple[nn.Linear, nn.Linear], streams: tuple[Tensor, Tensor]) -> Tensor:
     """Each layer on its stream, [1 or B, L, D] and [1 or B, S, D], one after the other: [1 or B, T, N]."""
     if streams[0].shape[0] > 1 or torch.is_grad_enabled() or not all(map(_is_plain, layers, streams)):
         return torch.cat([layer(x) for layer, x in zip(layers, streams, strict=True)], dim=1)

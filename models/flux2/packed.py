@@ -29,19 +29,19 @@ class MXFP4Quantizer(DiffusersQuantizer):
     requires_calibration = True
     is_serializable = True
     is_trainable = False
-    quantization_config: MXFP4Config
 
-    def __init__(self, quantization_config: MXFP4Config, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._files: Sequence[str] = ()
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: Any) -> list[str]:
         """The one place where diffusers tells the files, before the model is changed."""
-        self._files = [checkpoint_files] if isinstance(checkpoint_files, (str, os.PathLike)) else checkpoint_files
+        alone = isinstance(checkpoint_files, (str, os.PathLike))
+        self._files = [os.fspath(checkpoint_files)] if alone else checkpoint_files
         return loaded_keys
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        scheme = read_scheme(self.quantization_config.values, f"the config of {type(model).__name__}")
+        scheme = read_scheme(self.quantization_config.to_dict(), f"the config of {type(model).__name__}")
         pack(model, choose(model, scheme, read_headers(CheckpointFiles(tuple(map(Path, self._files))))))
         return model
 
