@@ -517,8 +517,12 @@ class DeepseekV4PreTrainedModel(PackedLoading, PreTrainedModel):
             init.normal_(module.down_proj, mean=0.0, std=std)
         elif isinstance(module, (DeepseekV4TopKRouter, DeepseekV4HashRouter, DeepseekV4Projection)):
             init.normal_(module.weight, mean=0.0, std=std)
-            for buffer in module.buffers():
-                init.zeros_(buffer)
+            if isinstance(module, DeepseekV4TopKRouter):
+                init.zeros_(module.e_score_correction_bias)
+            elif isinstance(module, DeepseekV4HashRouter):
+                # Experts that differ, all of them as often.
+                table = torch.arange(module.tid2eid.numel(), device=module.tid2eid.device) % module.weight.shape[0]
+                init.copy_(module.tid2eid, table.view_as(module.tid2eid))
         elif isinstance(module, DeepseekV4HyperConnection):
             init.normal_(module.fn, mean=0.0, std=std)
             init.zeros_(module.base)

@@ -44,6 +44,17 @@ def test_the_part_that_fits_a_gpu():
     assert 3e9 < step_bytes(model, 1) < 5e9
 
 
+def test_tables_of_a_new_model():
+    """Tokens go to experts that differ, and to each about as often: what is timed of random weights reads them all."""
+    sizes = {"hidden_size": 32, "vocab_size": 101, "moe_intermediate_size": 8, "q_lora_rank": 8, "o_lora_rank": 8}
+    model = DeepseekV4ForCausalLM(layout_config("flash-6-layers", **sizes, n_routed_experts=8, num_experts_per_tok=3))
+    for layer in model.model.layers[:3]:
+        table = layer.mlp.gate.tid2eid
+        assert all(len(set(row)) == 3 for row in table.tolist())
+        counts = table.flatten().bincount(minlength=8)
+        assert counts.max() - counts.min() <= 1
+
+
 def test_unknown():
     with pytest.raises(ValueError, match="flash, flash-6-layers, pro"):
         layout_config("lite")
