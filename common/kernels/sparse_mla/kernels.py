@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from xpu_ports.common.kernels.sparse_mla.rows import coded, locate, plain, product, rows_in, tail_of
+from xpu_ports.common.kernels.sparse_mla.rows import coded, locate_tokens, plain, product, rows_in, tail_of
 from xpu_ports.common.tritonlib import kernel, tl, triton
 
 
 @triton.jit
-def _chunked_scores(
+def _scores_in_chunks(
     q_ptrs,
     ptr,
     slots,
@@ -32,7 +32,7 @@ def _chunked_scores(
             q = tl.load(q_ptrs[None, :] + first + offs_c[:, None], mask=mask, other=0.0)
             scores = product(c, q, scores, PARTS_R, PARTS_Q)
     else:
-        data, scales = locate(slots, stride, K - ROPE, ROPE, TOKENS)
+        data, scales = locate_tokens(slots, stride, K - ROPE, ROPE, TOKENS)
         for first in range(0, K - ROPE, CHUNK):
             c = coded(ptr, data, scales, counts, first, K - ROPE, CHUNK)
             q = tl.load(q_ptrs[None, :] + first + offs_c[:, None], mask=mask_h[None, :], other=0.0)
@@ -79,7 +79,7 @@ def _take_in(
         total = total * decay + tl.sum(p, axis=1)
         acc = tl.dot(p.to(c.dtype), c, acc * decay[:, None])
     else:
-        scores = _chunked_scores(
+        scores = _scores_in_chunks(
             q_ptrs, ptr, slots, counts, mask_h, stride, K, ROPE, TOKENS, CHUNK, BLOCK_H, PARTS_Q, PARTS_R
         )
         scores = scores * scale + bias[:, None]

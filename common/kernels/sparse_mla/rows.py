@@ -51,7 +51,7 @@ def product(a, b, acc, PARTS_A: tl.constexpr, PARTS_B: tl.constexpr):
 
 
 @triton.jit
-def locate(slots, stride, OWN: tl.constexpr, ROPE: tl.constexpr, TOKENS: tl.constexpr):
+def locate_tokens(slots, stride, OWN: tl.constexpr, ROPE: tl.constexpr, TOKENS: tl.constexpr):
     """(of a token's data, of its scales) the offsets in pages in 32-bit words, of a page's stride in words."""
     # Of as many words each, which Triton sees are multiples of 16 bytes where they are.
     data: tl.constexpr = (OWN + 2 * ROPE) // 4
@@ -151,7 +151,7 @@ def rows_in(
     if TOKENS == 0:
         x = plain(ptr, slots, counts, stride, 0, K, BLOCK_K)
     else:
-        data, scales = locate(slots, stride, K - ROPE, ROPE, TOKENS)
+        data, scales = locate_tokens(slots, stride, K - ROPE, ROPE, TOKENS)
         if WHOLE:
             x = whole_tokens(ptr, data, scales, counts, K - ROPE, ROPE, BLOCK_K)
         else:
