@@ -54,7 +54,7 @@ def _refuses_keys(keys: Tensor, B: int, C: int, entries: int, dtype: torch.dtype
 
 
 @triton.jit
-def _keys(keys_ptr, offs_s, offs_c, mask_s, stride_s, C: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr):
+def _index_keys(keys_ptr, offs_s, offs_c, mask_s, stride_s, C: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr):
     """Entries' keys [BLOCK_S, BLOCK_C] without their scales, and the scales [BLOCK_S]; TOKENS of a page, 0 for none."""
     mask = mask_s[:, None] & (offs_c < C)[None, :]
     if TOKENS == 0:
@@ -93,7 +93,7 @@ def _chunked_products(
     for c in range(0, BLOCK_C, CHUNK):
         offs_c = c + tl.arange(0, CHUNK)
         q = tl.load(q_ptrs[None, :] + offs_c[:, None], mask=(offs_c < C)[:, None] & mask_h[None, :], other=0.0)
-        k, _ = _keys(keys_ptr, offs_s, offs_c, mask_s, stride_s, C, TOKENS, q_ptrs.dtype.element_ty)
+        k, _ = _index_keys(keys_ptr, offs_s, offs_c, mask_s, stride_s, C, TOKENS, q_ptrs.dtype.element_ty)
         products = tl.dot(k, q, products)
     return products
 
@@ -142,7 +142,7 @@ def _indexer_scores_kernel(
     if first_s < seen:
         mask_s = (offs_s < E) & (offs_s < seen)
         keys_ptr += b * stride_k_b
-        k, scale = _keys(keys_ptr, offs_s, offs_c, mask_s, stride_k_s, C, TOKENS, q_ptr.dtype.element_ty)
+        k, scale = _index_keys(keys_ptr, offs_s, offs_c, mask_s, stride_k_s, C, TOKENS, q_ptr.dtype.element_ty)
         q_ptrs = q_ptr + b * stride_q_b + t * stride_q_t + offs_h.to(tl.int64) * stride_q_h
         w_ptrs = w_ptr + b * stride_w_b + t * stride_w_t + offs_h.to(tl.int64) * stride_w_h
         for position in range(start + first_t, start + last_t):

@@ -282,7 +282,7 @@ def _sliced_kernel(
             True,
         )
     y = tl.sum(acc, axis=0)
-    offs_n = start_n + tl.arange(0, 16 * PAIRS)
+    offs_n = start_n + tl.arange(0, 16 * PAIRS).to(tl.int64)
     mask_n = offs_n < N
     if BIAS:
         y += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[:, None]
@@ -477,7 +477,7 @@ def _tile_kernel(
         acc = tl.where((b & 3) < 4, acc, 0.0)
         # Bytes are not copied ahead by the compiler.
         scale = tl.join(_read(scale_ptrs_0 + (b + 4), more, True), _read(scale_ptrs_1 + (b + 4), more, True))
-    offs_n = start_n + tl.arange(0, 16 * WARPS)
+    offs_n = start_n + tl.arange(0, 16 * WARPS).to(tl.int64)
     mask_n = offs_n < N
     y = acc
     if BIAS:
