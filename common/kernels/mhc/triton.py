@@ -5,7 +5,7 @@ so that one token's are not one program's. The second adds the parts up, and som
 input of the streams, which it finds in the cache if they are few, the others the weights that `mhc_post` takes.
 
 fn is fp32, and its products are wanted in fp32. On matrix units they are products of bf16: three of them hold all bits
-of an fp32 number, and one a stream's element in bf16.
+of an fp32 number, and one a stream's element in bf16. For many tokens a launch before makes the three of fn once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from xpu_ports.common.tuning import tunable
 MOST_STREAMS = 4
 # Programs that share a token's products, at most: whoever adds the parts up reads them all.
 MOST_SPLITS = 64
+# Columns of fn that a program makes pieces of.
+SPLIT_COLUMNS = 1024
 # Up to here matrix units, which take 16 tokens at least, gain nothing.
 FEW_TOKENS = 2
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -107,6 +109,32 @@ def _pieces(x):
 
 
 @kernel
+@triton.jit
+def _mhc_split_kernel(fn_ptr, pieces_ptr, K, stride_f, R: tl.constexpr, BLOCK_K: tl.constexpr):
+    """fn as its pieces, [3, R, K]."""
+    r = tl.program_id(0).to(tl.int64)
+    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    w0, w1, w2 = _pieces(tl.load(fn_ptr + r * stride_f + offs_k, mask=mask_k, other=0.0))
+    pieces_ptrs = pieces_ptr + r * K + offs_k
+    tl.store(pieces_ptrs, w0, mask=mask_k)
+    tl.store(pieces_ptrs + R * K, w1, mask=mask_k)
+    tl.store(pieces_ptrs + 2 * R * K, w2, mask=mask_k)
+
+
+@triton.jit
+def _load_pieces(fn_ptrs, mask, SIZE: tl.constexpr):
+    """The three pieces of a tile of fn, which is SIZE numbers of bf16 for each piece, or fp32."""
+    w = tl.load(fn_ptrs, mask=mask, other=0.0)
+    if w.dtype == tl.float32:
+        w, w1, w2 = _pieces(w)
+    else:
+        w1 = tl.load(fn_ptrs + SIZE, mask=mask, other=0.0)
+        w2 = tl.load(fn_ptrs + 2 * SIZE, mask=mask, other=0.0)
+    return w, w1, w2
+
+
+@kernel
 @triton.jit(do_not_specialize=["splits"])
 def _mhc_dot_kernel(
     x_ptr,
@@ -146,10 +174,10 @@ def _mhc_dot_kernel(
     for d in range(part * BLOCK_K, D, splits // S * BLOCK_K):
         offs_d = d + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptrs + offs_d[None, :], mask=mask_n & (offs_d < D)[None, :], other=0.0)
-        w = tl.load(fn_ptrs + offs_d[:, None], mask=(offs_d < D)[:, None] & (offs_r < R)[None, :], other=0.0)
+        mask_w = (offs_d < D)[:, None] & (offs_r < R)[None, :]
+        w0, w1, w2 = _load_pieces(fn_ptrs + offs_d[:, None], mask_w, R * S * D)
         wide = x.to(tl.float32)
         squares += tl.sum(tl.reshape(wide * wide, (BLOCK_T, BLOCK_K // VECTOR, VECTOR)), axis=2)
-        w0, w1, w2 = _pieces(w)
         # The small ones first. Matrix units cut sums off rather than round them: a block's are added up outside.
         if x.dtype == tl.bfloat16:
             block = tl.dot(x, w2)
@@ -271,7 +299,9 @@ def dot_tile(arch: Architecture, R: int, dtype: torch.dtype, units: str) -> DotT
         return DotTile(1, 8, 512, 4, registers=256)
     block_r, exact = max(16, next_power_of_2(R)), dtype == torch.bfloat16
     if arch.has_grf_modes:
-        return DotTile(32 if exact and units == "many" else 16, block_r, 64 if exact else 32, 4, registers=256)
+        if not exact:
+            return DotTile(16, block_r, 32, 8, registers=256)
+        return DotTile(32 if units == "many" else 16, block_r, 64, 4, registers=256)
     block_t = 16 if units == "some" else 64 if exact else 32
     return DotTile(block_t, block_r, 64 if exact else 32, 2, 3 if exact else 1)
 
@@ -296,6 +326,13 @@ def _dot(x: Tensor, fn: Tensor, sizes: list[int], stride_x: list[int], arch: Arc
     programs = cdiv(N, cut.block_t) * cdiv(R, cut.block_r)
     splits = S * parts_of(arch, programs, S, D, cut.block_k)
     part = torch.empty((N, splits, R + 1), dtype=torch.float32, device=x.device)
+    if units == "many":
+        pieces = torch.empty((3, R, S * D), dtype=torch.bfloat16, device=x.device)
+        _mhc_split_kernel[(R, cdiv(S * D, SPLIT_COLUMNS))](
+            fn, pieces, S * D, fn.stride(0), R=R, BLOCK_K=SPLIT_COLUMNS, num_warps=4
+        )
+        # Its first piece, whose rows have the strides of the others.
+        fn = pieces[0]
     run = _mhc_few_kernel if units == "few" else _mhc_dot_kernel
     # Columns that one load gives a lane, of the streams on matrix units and of fn, which is wider, without.
     vector = cut.block_k // (cut.warps * arch.lanes) if units == "few" else 8

@@ -137,6 +137,11 @@ class TestPre:
             assert t[0, T - 1].isnan().all()
             assert t[0, : T - 1].isfinite().all()
 
+    @pytest.mark.parametrize("T", [1, 3])
+    def test_where_eps_goes(self, run: Runner, T: int) -> None:
+        """Both so large that each place shows."""
+        run(torch.randn(1, T, 4, 72), *weights(4, 72), 0.5, 0.1, 3)
+
     def test_large_and_small_streams(self, run: Runner) -> None:
         """Their size is not the result's: no square overflows, and all of fn's bits count."""
         x, (fn, scale, base) = torch.randn(1, 5, 4, 72), weights(4, 72)
