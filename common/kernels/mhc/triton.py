@@ -326,13 +326,13 @@ def _dot(x: Tensor, fn: Tensor, sizes: list[int], stride_x: list[int], arch: Arc
     programs = cdiv(N, cut.block_t) * cdiv(R, cut.block_r)
     splits = S * parts_of(arch, programs, S, D, cut.block_k)
     part = torch.empty((N, splits, R + 1), dtype=torch.float32, device=x.device)
+    stride_f = fn.stride(0)
     if units == "many":
         pieces = torch.empty((3, R, S * D), dtype=torch.bfloat16, device=x.device)
         _mhc_split_kernel[(R, cdiv(S * D, SPLIT_COLUMNS))](
-            fn, pieces, S * D, fn.stride(0), R=R, BLOCK_K=SPLIT_COLUMNS, num_warps=4
+            fn, pieces, S * D, stride_f, R=R, BLOCK_K=SPLIT_COLUMNS, num_warps=4
         )
-        # Its first piece, whose rows have the strides of the others.
-        fn = pieces[0]
+        fn, stride_f = pieces, S * D
     run = _mhc_few_kernel if units == "few" else _mhc_dot_kernel
     # Columns that one load gives a lane, of the streams on matrix units and of fn, which is wider, without.
     vector = cut.block_k // (cut.warps * arch.lanes) if units == "few" else 8
@@ -346,7 +346,7 @@ def _dot(x: Tensor, fn: Tensor, sizes: list[int], stride_x: list[int], arch: Arc
         splits,
         *stride_x,
         x.stride(-2),
-        fn.stride(0),
+        stride_f,
         S=S,
         D=D,
         R=R,
