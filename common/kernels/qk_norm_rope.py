@@ -199,6 +199,8 @@ def _norm_rope_halves(
         y2 = rounded(y2, x_ptrs).to(tl.float32)
     cos = tl.load(cos_ptr + offs_r, mask=mask_r, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(cos_ptr + R // 2 + offs_r, mask=mask_r, other=0.0).to(tl.float32)[None, :]
+    # Of fewer elements than lanes there are, several warps hold the same ones: none may write what another has to read.
+    tl.debug_barrier()
     tl.store(x1_ptrs, (y1 * cos - y2 * sin).to(x_ptrs.dtype.element_ty), mask=mask_x)
     tl.store(x1_ptrs + R // 2, (y2 * cos + y1 * sin).to(x_ptrs.dtype.element_ty), mask=mask_x)
     if R < D:
