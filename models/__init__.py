@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xpu_ports.models.kernel_mapping import kernel_mapping
+    from xpu_ports.models.kernels_library import kernel_mapping
     from xpu_ports.models.patching import Patch, patch, unpatch
 
 __all__ = ["PORTS", "Patch", "kernel_mapping", "patch", "register", "unpatch"]
@@ -52,7 +52,7 @@ def register(*names: str) -> None:
 def __getattr__(name: str) -> Any:
     """`Patch`, `patch`, `unpatch` and `kernel_mapping`, whose modules import every op that they need."""
     if name == "kernel_mapping":
-        return importlib.import_module("xpu_ports.models.kernel_mapping").kernel_mapping
+        return importlib.import_module("xpu_ports.models.kernels_library").kernel_mapping
     if name in __all__:
         return getattr(importlib.import_module("xpu_ports.models.patching"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -211,7 +211,7 @@ def stock_class(cls: type) -> type | None:
 @functools.cache
 def plan_of(cls: type[nn.Module]) -> Plan:
     """The plan for a class of modules."""
-    is_norm = "RMSNorm" in cls.__name__
+    is_norm = any("RMSNorm" in c.__name__ for c in cls.__mro__)
     if cls.__module__.startswith("xpu_ports."):
         return Plan({}, (("forward", "it runs on this package's ops already"),) if is_norm else ())
     if cls.__module__.startswith("torch."):
@@ -225,7 +225,7 @@ def plan_of(cls: type[nn.Module]) -> Plan:
 
 
 def _norm_op(cls: type) -> str:
-    return "gated_rms_norm" if "Gated" in cls.__name__ else "rms_norm"
+    return "gated_rms_norm" if any("RMSNormGated" in c.__name__ for c in cls.__mro__) else "rms_norm"
 
 
 def _plan_of_callees(cls: type[nn.Module]) -> Plan:
