@@ -66,6 +66,19 @@ def _read(scores_ptr, places_ptr, offs, first, length, stride_s, LOWEST: tl.cons
     return places, _ordered(scores, LOWEST)
 
 
+@triton.jit
+def _sum_before(counts, LINE: tl.constexpr):
+    """Sums of all counts before each, by lines of a power of two: those within one need no other warp."""
+    BLOCK_S: tl.constexpr = counts.shape[0]
+    if LINE < BLOCK_S:
+        lines = tl.reshape(counts, (BLOCK_S // LINE, LINE))
+        sums = tl.sum(lines, axis=1)
+        upto = tl.reshape((tl.cumsum(sums, axis=0) - sums)[:, None] + tl.cumsum(lines, axis=1), (BLOCK_S,))
+    else:
+        upto = tl.cumsum(counts, axis=0)
+    return upto - counts
+
+
 # The number of scores changes with every few tokens: one kernel for all of a tile.
 @kernel
 @triton.jit(do_not_specialize=["S", "length"])
@@ -104,11 +117,8 @@ def _stable_topk_kernel(
     # Read again, so that registers are free.
     places, keys = _read(scores_ptr, places_ptr, tl.arange(0, BLOCK_S), first, length, stride_s, LOWEST, NAMED)
     above, level = keys > threshold, keys == threshold
-    # Both counts in one: a segment has fewer than 2^15. Sums over a line are within a warp, those of lines are few.
-    counts = tl.reshape((above.to(tl.int32) << 16) | level.to(tl.int32), (BLOCK_S // LINE, LINE))
-    sums = tl.sum(counts, axis=1)
-    before = (tl.cumsum(sums, axis=0) - sums)[:, None] + tl.cumsum(counts, axis=1) - counts
-    before = tl.reshape(before, (BLOCK_S,))
+    # Both counts in one: a segment has fewer than 2^15.
+    before = _sum_before((above.to(tl.int32) << 16) | level.to(tl.int32), LINE)
     levels = before & 0xFFFF
     taken = above | (level & (levels < room))
     tl.store(chosen_ptr + (before >> 16) + tl.minimum(levels, room), places, mask=taken)
@@ -128,8 +138,11 @@ def stable_topk_triton(scores: Tensor, k: int) -> Tensor:
     N = scores.shape[-2] if scores.dim() > 1 else 1
     rows = chosen.numel() // K
     places: Tensor | None = None
+    arch = architecture(scores.device)
+    # Arc A has half the registers.
+    most = SEGMENT // 2 if arch.name == "arc-a" else SEGMENT
     while True:
-        segments = cdiv(S, SEGMENT)
+        segments = cdiv(S, most)
         out = chosen
         if segments > 1:
             out = torch.empty((rows, segments * K), dtype=torch.int32, device=scores.device)
@@ -150,11 +163,12 @@ def stable_topk_triton(scores: Tensor, k: int) -> Tensor:
                 # What minus infinity is in `_ordered`.
                 NEVER=-0x7F800001,
                 BLOCK_S=block_s,
-                LINE=min(block_s, 128),
+                # On Intel one scan of all takes fewer registers.
+                LINE=block_s if arch.has_grf_modes else min(block_s, 128),
                 BLOCK_K=next_power_of_2(K),
                 num_warps=max(1, min(block_s // 256, 32)),
-                # 16 scores a lane are more than 128 registers hold on Intel.
-                **grf_options(256 if block_s > 8192 else 128, architecture(scores.device)),
+                # 16 scores a lane are more than 128 registers hold on Intel, and 8 on Arc A.
+                **grf_options(256 if block_s > 8192 or most < SEGMENT else 128, arch),
             )
         if segments == 1:
             return chosen
