@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from xpu_ports.common.generation import CapturedGeneration
 from xpu_ports.common.graph import captured_decode
-from xpu_ports.common.kernels.compress import closed_windows, compress_csa, compress_hca
+from xpu_ports.common.kernels.compress import compress_csa, compress_hca
 from xpu_ports.common.kernels.fp8_pages import cache_rows
 from xpu_ports.common.kernels.indexer import indexer_scores, stable_topk
 from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_pre
@@ -56,7 +56,7 @@ from xpu_ports.models.deepseek_v4.published import (
     generation_config,
     published_folder,
 )
-from xpu_ports.models.deepseek_v4.rope import Rotation
+from xpu_ports.models.deepseek_v4.rope import Positions
 from xpu_ports.models.deepseek_v4.speculation import check_speculation, speculate
 from xpu_ports.models.deepseek_v4.weight_rules import weight_rules
 from xpu_ports.quant.loading import PackedLoading
@@ -551,9 +551,7 @@ class DeepseekV4Model(DeepseekV4PreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hc_head = DeepseekV4HyperHead(config)
         rotations: Any = config.rope_parameters
-        self.rotations = {name: Rotation(rotations[name], config.qk_rope_head_dim) for name in ("main", "compress")}
-        self.rates: dict[str, int] = dict(config.compress_rates or {})
-        self._windows: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self.positions = Positions(rotations, config.qk_rope_head_dim, config.compress_rates or {})
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -635,68 +633,34 @@ class DeepseekV4Model(DeepseekV4PreTrainedModel):
         if count is None:
             count = torch.full_like(start, T) if mask is None else (mask != 0).sum(1)
         fresh, ring = lengths.columns == 0, cache.layers[0].window_slots
-        kinds = {layer.kind for layer in cache.layers}
-        totals = {kind: (lengths.columns + T) // self.rates[kind] for kind in kinds - {SLIDING}}
-        if T == 1 and not fresh:
-            return Step(ids, start, count, False, *self.one_token(start, start + count, ring, totals))
-        t = torch.arange(T, device=device)
+        kinds = sorted({layer.kind for layer in cache.layers} - {SLIDING})
+        (own, *main), (_, *compress), *closed = self.positions(start, start + count, T, kinds)
+        # fmod leaves -1 as it is.
+        slots = own.fmod(ring)
+        if ring < T:
+            # Of tokens that share a slot the last stays.
+            slots = slots.masked_fill(torch.arange(T, device=device) < count[:, None] - ring, -1)
         seen = past = None
-        if not fresh and B == 1 and T <= ROLLBACK + 1:
-            # As steps are, one after another: the same sums, whatever is guessed and taken back.
-            seen = (start + 1 + t).minimum(start + count)
+        if not fresh and (T == 1 or (B == 1 and T <= ROLLBACK + 1)):
+            # A few tokens as steps are, one after another: the same sums, whatever is guessed and taken back.
+            seen = (own + 1).flatten()
         elif not fresh:
             before = start[:, None] + torch.arange(1 - self.config.sliding_window, 0, device=device)
             past = torch.where(before >= 0, before % ring, -1)
-        kept = (t < count[:, None]) & (t >= count[:, None] - ring)
-        positions = start[:, None] + t
-        main, compress = (self.rotations[name](positions) for name in ("main", "compress"))
         return Step(
             ids=ids,
             start=start,
             count=count,
             fresh=fresh,
-            slots=torch.where(kept, positions % ring, -1),
+            slots=slots,
             seen=seen,
             past=past,
-            rotations={SLIDING: main, **dict.fromkeys(totals, compress)},
-            entries={kind: self.entries(kind, start, count, T, total) for kind, total in totals.items()},
+            rotations={SLIDING: tuple(main), **dict.fromkeys(kinds, tuple(compress))},
+            entries={
+                kind: Entries(*windows, total=(lengths.columns + T) // self.positions.rates[kind])
+                for kind, windows in zip(kinds, closed, strict=True)
+            },
         )
-
-    def one_token(self, start: Tensor, seen: Tensor, ring: int, totals: dict[str, int]) -> tuple[Any, ...]:
-        """The rest of `Step` for one token a row behind start [B], seen [B] tokens with it, in few launches.
-
-        A token is a window of one, so that slots and angles of tokens and of entries are those of windows all.
-        """
-        ratios, frequencies = self.windows(tuple(totals), start.device)
-        window = start // ratios  # [windows, B]
-        first = window * ratios
-        slots = window.masked_fill_(first + ratios > seen, -1)
-        angles = first[..., None, None].float() * frequencies  # [windows, B, 1, rope / 2]
-        cos, sin = angles.cos(), angles.sin()
-        # fmod leaves -1 as it is.
-        own = slots[0].fmod(ring)[:, None]
-        rotations = {SLIDING: (cos[0], sin[0]), **dict.fromkeys(totals, (cos[1], sin[1]))}
-        entries = {
-            kind: Entries(slots[i, :, None], cos[i], sin[i], total) for i, (kind, total) in enumerate(totals.items(), 2)
-        }
-        return own, seen, None, rotations, entries
-
-    def windows(self, kinds: tuple[str, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tokens of a window [windows, 1] and its frequencies [windows, 1, 1, rope / 2]: of two rotations and kinds."""
-        if (kinds, device) not in self._windows:
-            ratios = torch.tensor([1, 1, *(self.rates[kind] for kind in kinds)], device=device)
-            names = ["main", *["compress"] * (1 + len(kinds))]
-            frequencies = torch.stack([self.rotations[name].frequencies(device) for name in names])
-            self._windows[kinds, device] = ratios[:, None], frequencies[:, None, None]
-        return self._windows[kinds, device]
-
-    def entries(self, kind: str, start: Tensor, count: Tensor, T: int, total: int) -> Entries:
-        """What T tokens behind `start` [B], of which `count` [B] are the rows', close in layers of this kind."""
-        r = self.rates[kind]
-        window = start[:, None] // r + torch.arange(closed_windows(T, r), device=start.device)  # [B, NW]
-        closed = (window + 1) * r <= (start + count)[:, None]
-        cos, sin = self.rotations["compress"](window * r)
-        return Entries(torch.where(closed, window, -1), cos, sin, total)
 
 
 class DeepseekV4ForCausalLM(DeepseekV4PreTrainedModel, CapturedGeneration, GenerationMixin):

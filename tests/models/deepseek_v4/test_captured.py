@@ -371,5 +371,9 @@ def test_nothing_of_a_round_hangs_on_what_the_host_knows(drafting, calls):
         with calls:
             step.replay()
         seen.append([*calls.ours, *calls.torch])
+    print(f"a round: {len(calls.ours)} ops of ours, {len(calls.torch)} of torch's around them")
+    print([name for name, *_ in calls.torch])
+    # Not many more around the model's than around a step's, and as few around each guess.
+    assert len(calls.torch) <= 75
     assert len(seen[0]) == len(seen[1])
     assert not [pair for pair in zip(*seen, strict=True) if pair[0] != pair[1]]

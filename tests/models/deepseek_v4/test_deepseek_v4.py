@@ -14,7 +14,7 @@ from transformers import DeepseekV4ForCausalLM as TransformersV4
 
 from xpu_ports.common.kernels import indexer as indexer_module
 from xpu_ports.models.deepseek_v4 import DeepseekV4Cache, DeepseekV4ForCausalLM, modeling_deepseek_v4
-from xpu_ports.models.deepseek_v4.rope import Rotation, frequencies
+from xpu_ports.models.deepseek_v4.rope import Positions, frequencies
 
 CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "tiny-deepseek-v4"
 HELDOUT = Path(__file__).parents[2] / "data" / "heldout.txt"
@@ -189,13 +189,20 @@ class TestAgainstTransformers:
 
 
 def _swap_rotations(model: Any) -> None:
-    model.model.rotations = dict(zip(("compress", "main"), model.model.rotations.values(), strict=True))
+    parameters = model.model.positions.parameters
+    parameters["main"], parameters["compress"] = parameters["compress"], parameters["main"]
+
+
+class Scaled(Positions):
+    """With YaRN's mscale, on cos and sin of layers with entries."""
+
+    def __call__(self, *args: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+        main, *compress = super().__call__(*args)
+        return [main, *((windows, 1.277 * cos, 1.277 * sin) for windows, cos, sin in compress)]
 
 
 def _scale(model: Any) -> None:
-    """YaRN's mscale, on cos and sin."""
-    rotation = model.model.rotations["compress"]
-    model.model.rotations["compress"] = lambda positions: tuple(1.277 * t for t in rotation(positions))
+    model.model.positions.__class__ = Scaled
 
 
 def _patched(name: str, change: Callable) -> Callable:
@@ -276,14 +283,33 @@ class TestRotation:
         torch.testing.assert_close(found[:16], plain[:16])
         torch.testing.assert_close(found[25:], plain[25:] / 16)
         assert ((found[16:25] < plain[16:25]) & (found[16:25] > plain[16:25] / 16)).all()
-        cos, sin = Rotation(yarn, 64)(torch.tensor([[70000]]))
-        torch.testing.assert_close(cos.square() + sin.square(), torch.ones(1, 1, 32))
+        start = torch.tensor([70000])
+        (_, *main), (_, *compress) = Positions({"main": yarn, "compress": yarn}, 64, {})(start, start + 1, 1, [])
+        torch.testing.assert_close(main[0].square() + main[1].square(), torch.ones(1, 1, 32))
+        assert torch.equal(main[0], (70000 * found).cos()[None, None])
+        assert torch.equal(compress[1], (70000 * found).sin()[None, None])
+
+    @pytest.mark.parametrize("T", [1, 2, 5, 9, 200])
+    def test_windows(self, tiny, T):
+        """Rows of their own lengths, of which some of the tokens are their own: against a loop."""
+        start, count = torch.tensor([0, 13, 127]), torch.tensor([T, T // 2, 0])
+        rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
+        main, compress, *entries = tiny.model.positions(start, start + count, T, list(rates))
+        for (windows, cos, sin), r in zip((main, compress, *entries), (1, 1, *rates.values()), strict=True):
+            turns = frequencies(tiny.config.rope_parameters["compress" if windows is not main[0] else "main"], 64)
+            assert windows.shape == (3, -(-T // r))
+            for b in range(3):
+                for n in range(windows.shape[1]):
+                    w = int(start[b]) // r + n
+                    assert windows[b, n] == (w if (w + 1) * r <= start[b] + count[b] else -1)
+                    assert torch.equal(cos[b, n], (w * r * turns).cos())
+                    assert torch.equal(sin[b, n], (w * r * turns).sin())
 
     def test_stays_in_fp32(self, tiny):
-        model = load(CHECKPOINT, torch.bfloat16)
+        model, start = load(CHECKPOINT, torch.bfloat16), torch.tensor([999])
         for m in (model, model.half()):
-            cos, _ = m.model.rotations["main"](torch.tensor([[999]]))
-            assert torch.equal(cos, tiny.model.rotations["main"](torch.tensor([[999]]))[0])
+            for a, b in zip(*(x.model.positions(start, start + 1, 1, []) for x in (m, tiny)), strict=True):
+                assert torch.equal(a[1], b[1])
 
 
 class TestPieces:
