@@ -29,8 +29,9 @@ from xpu_offline.record import Record
 from xpu_offline.targets import CPU, TARGETS
 from xpu_ports.common.device import ARCHITECTURES, architecture
 
-# Warps of the code for this CPU: the more, the less each lane does, and the less straight code there is to build. A
-# product of tiles on a GPU's few warps takes minutes.
+# Warps of the code for this CPU of kernels with products: the more, the less each lane does, and the less straight code
+# there is to build. A product of tiles on a GPU's few warps takes minutes. Others keep their own: where there are more
+# lanes than elements, several hold the same one, and a kernel that works in place would be seen to fail that does not.
 CPU_WARPS = MOST_WARPS
 # Packed metadata, launch metadata, enter hook, exit hook.
 _BEFORE_ARGUMENTS = 4
@@ -175,6 +176,13 @@ class Launcher:
         shown = [f"{k}={v}" for k, v in constants.items() if k.isupper()]
         return " ".join([*pointers, *shown, f"num_warps={self.metadata.num_warps}", code.flags]).strip()
 
+    def _compile(self, warps: int) -> Any:
+        """For this CPU."""
+        with _exact_bf16_products():
+            return triton.compile(
+                self.source, target=CPU, options={"num_warps": warps, "num_stages": self.metadata.num_stages}
+            )
+
     def _first_of_its_kind(self, grid: tuple[int, int, int]) -> bool:
         """Whether the programs' writes are to be told apart: once for each grid, and not where writes are atomic."""
         if self._atomic or grid in self._checked:
@@ -183,10 +191,9 @@ class Launcher:
         return True
 
     def _build(self) -> cpu.Program:
-        m = self.metadata
-        options = {"num_warps": CPU_WARPS, "num_stages": m.num_stages}
-        with _exact_bf16_products():
-            compiled = triton.compile(self.source, target=CPU, options=options)
+        compiled = self._compile(self.metadata.num_warps)
+        if "tt.dot" in compiled.asm["ttir"]:
+            compiled = self._compile(CPU_WARPS)
         self._atomic = "tt.atomic" in compiled.asm["ttir"]
         return cpu.Program(
             compiled.asm["spv"],

@@ -57,6 +57,7 @@ SMALL = {
     "compress_csa": "B3-T9-C4",
     "compress_hca": "B3-T9-C4",
     "indexer_scores": "B3-T2-S9-H2-C4",
+    "indexer_scores.pages": "B3-T2-S9-H2-C4",
     "stable_topk": "T5-S9-A3",
     "cache_rows": "B3-S9-K128",
     "qnorm_rope_kv_insert": "B3-T2-H2-K8-N2",
