@@ -586,11 +586,11 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "compress_csa": lambda: _compress(2),
     "compress_hca": lambda: _compress(1),
     "indexer_scores": lambda: (
-        *(torch.randn(2, 3, 2, 4), torch.randn(2, 3, 2), torch.randn(2, 6, 4), 5),
+        *(torch.randn(2, 3, 2, 4).bfloat16(), torch.randn(2, 3, 2), torch.randn(2, 6, 4).bfloat16(), 5),
         *(torch.tensor([9, 20]), 4),
     ),
     "indexer_scores on pages": lambda: (
-        *(torch.randn(2, 3, 2, 64), torch.randn(2, 3, 2), torch.zeros(2, 3, 136, dtype=torch.uint8), 5),
+        *(torch.randn(2, 3, 2, 64).bfloat16(), torch.randn(2, 3, 2), torch.zeros(2, 3, 136, dtype=torch.uint8), 5),
         *(torch.tensor([9, 20]), 4),
     ),
     "stable_topk": lambda: (torch.randn(2, 3, 9), 4),

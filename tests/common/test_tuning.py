@@ -285,7 +285,13 @@ LOOKED_AT: dict[str, Callable[[], Iterator[tuple]]] = {
     "mamba2_decode_step": lambda: itertools.product((1, 256), (1, 112), (1, 60, 64), (1, 64, 128, 512)),
     "skinny_linear": lambda: itertools.product((1, 2, 4, 8), (1, 8512), (1, 257, 2048, 14336), (2, 4), ("", "norm")),
     "mamba2_decode_linear": lambda: itertools.product((1, 2, 4, 8), (1, 2048), (1, 257, 4096), (2, 4)),
+    "mla_rope": lambda: itertools.product((1, 64, 128), (64, 128, 512)),
+    "mhc_streams": lambda: itertools.product((1000, 4096, 7168), (False, True)),
+    "mhc_dot": lambda: itertools.product((4, 24), (torch.float32, torch.bfloat16), ("few", "some", "many")),
+    "indexer_scores": lambda: itertools.product((1, 4096), (1, 64), (4, 128)),
 }
+# Of which Intel GPUs have one tile that does not spill.
+FIXED_ON_INTEL = {"mhc_dot", "indexer_scores"}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES)
@@ -299,11 +305,13 @@ def test_what_kernels_propose(name: str, arch: Architecture) -> None:
         tiles = kernel.allowed(arch, sizes)
         assert tiles[0] == kernel.rule(arch, *sizes)
         for tile in tiles:
-            numbers = [getattr(tile, field) for field, kind in kernel.fields.items() if kind is int]
+            # How many blocks are in flight is any number.
+            fields = (field for field, kind in kernel.fields.items() if kind is int and field != "stages")
+            numbers = [getattr(tile, field) for field in fields]
             assert all(n > 0 and n & (n - 1) == 0 for n in numbers), tile
             assert tile.warps <= 32
         most = max(most, len(tiles))
-    assert 1 < most <= 24
+    assert most == 1 if arch.has_grf_modes and name in FIXED_ON_INTEL else 1 < most <= 24
 
 
 def test_every_kernel_is_looked_at() -> None:

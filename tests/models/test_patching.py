@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.bamba import BambaConfig
 from transformers.models.bamba.modeling_bamba import BambaMixer, BambaRMSNorm, BambaRMSNormGated
 from transformers.models.falcon_h1 import FalconH1Config
@@ -162,7 +164,10 @@ def ops_of(name: str) -> set[str]:
 def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny stock model of random weights, none of them at a value that hides a mistake."""
     # The experts of an fp64 model run one by one alone.
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), experts_implementation="eager").eval()
+    # Not the auto class, which gives the ports once another test has registered them.
+    config = CONFIGS[name]()
+    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
+    model = cls._from_config(config, experts_implementation="eager").eval()
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.dim() == 1 and "A_log" not in key:

@@ -139,7 +139,8 @@ def test_transformers_own_names_load(tmp_path, expected):
     load(CHECKPOINT, TransformersKimi).save_pretrained(tmp_path, save_original_format=False)
     keys = load_file(tmp_path / "model.safetensors").keys()
     assert {"model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.self_attn.forget_gate.A_log"} <= keys
-    assert torch.equal(logits(load(tmp_path)), expected)
+    # The same weights, at addresses by which a CPU's products may go about them differently.
+    torch.testing.assert_close(logits(load(tmp_path)), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("source", ["published", "transformers"])
