@@ -128,7 +128,7 @@ def patch(model: nn.Module) -> Patch:
         if plan.contracts and why is None:
             modules[path] = module
     for module in modules.values():
-        module.__class__ = patched_class(type(module))
+        module.__class__ = patched_class(type(module), tuple(plan_of(type(module)).contracts))
     done = Patch(model, changes, modules, before)
     _record(done)
     if not modules and not before:
@@ -208,9 +208,8 @@ def stock_class(cls: type) -> type | None:
     return vars(cls).get(_STOCK_CLASS)
 
 
-@functools.cache
 def plan_of(cls: type[nn.Module]) -> Plan:
-    """The plan for a class of modules."""
+    """The plan for a class of modules, made anew each time: others may have replaced its functions since."""
     is_norm = any("RMSNorm" in c.__name__ for c in cls.__mro__)
     if cls.__module__.startswith("xpu_ports."):
         return Plan({}, (("forward", "it runs on this package's ops already"),) if is_norm else ())
@@ -256,8 +255,13 @@ def _is_as_written(forward: types.FunctionType, name: str) -> bool:
     value = forward.__globals__[name]
     if isinstance(value, nn.Module):
         return hasattr(value, "kernel_layer_name") and "forward" not in vars(value)
+    if not callable(value):
+        return False
     inner = inspect.unwrap(value)
-    return (inner.__module__, inner.__qualname__) == (forward.__module__, name)
+    return isinstance(inner, types.FunctionType) and (inner.__module__, inner.__qualname__) == (
+        forward.__module__,
+        name,
+    )
 
 
 def _why_not_instance(module: nn.Module) -> str | None:
@@ -273,9 +277,10 @@ def _why_not_instance(module: nn.Module) -> str | None:
 
 
 @functools.cache
-def patched_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass whose forward runs on ops."""
-    contracts = plan_of(cls).contracts
+def patched_class(cls: type[nn.Module], functions: tuple[str, ...]) -> type[nn.Module]:
+    """The subclass whose forward runs on ops, for the functions of its plan."""
+    plan = plan_of(cls).contracts
+    contracts = {name: plan[name] for name in functions}
     if "forward" in contracts:
         forward = _method(cls.forward, contracts["forward"])
     else:
@@ -348,6 +353,6 @@ def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
 
 def _remade(cls: type[nn.Module]) -> nn.Module:
     """A module without state, patched where the class still can be: another version of it comes back as it is."""
-    if plan_of(cls).contracts:
-        cls = patched_class(cls)
+    if functions := tuple(plan_of(cls).contracts):
+        cls = patched_class(cls, functions)
     return cls.__new__(cls)
