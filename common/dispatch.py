@@ -39,6 +39,8 @@ OP_PACKAGES = ("xpu_ports.common.kernels", "xpu_ports.quant.mxfp4.kernels")
 
 _LIB = Library("xpu_ports", "DEF")
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+# What is never a tensor and holds none: told by the type itself, which is cheaper than isinstance.
+_HOLD_NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 OPS: dict[str, Op] = {}
 # Back ends that can run on CPU tensors here although they are written for accelerators (Triton's interpreter).
 # They are taken on a CPU only when forced: a fresh machine runs the reference.
@@ -309,7 +311,8 @@ class Op:
         if type(x) not in _PLAIN_TENSORS:
             # FakeTensor, DTensor, ...: their own dispatch must see the op.
             return self._traced(*args, **kwargs)
-        device = x.device.type
+        # `x.device.type` makes two objects, of which the common devices need none.
+        device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
         if torch.is_grad_enabled() and _needs_grad(args, kwargs):
             implementation, reason = self._decide(device, args, kwargs, True)
             if implementation is not self._reference:
@@ -357,15 +360,17 @@ class Op:
         if forced == "reference":
             return self._reference, "forced"
         refusals = []
-        for candidate in self._candidates(device, forced):
+        # Most calls force nothing: those look no further than the device's own list.
+        for candidate in self._by_device.get(device, ()) if forced is None else self._candidates(device, forced):
             if forced is not None and candidate.backend != forced:
                 continue
             refusal = candidate.refuses(*args, **kwargs)
             if refusal is None and needs_grad and not self.differentiable:
                 refusal = "no backward, and a gradient is needed"
             if refusal is None:
-                why = "forced" if forced is not None else "; ".join(refusals) or "first that does not refuse"
-                return candidate, why
+                if forced is not None:
+                    return candidate, "forced"
+                return candidate, "; ".join(refusals) if refusals else "first that does not refuse"
             refusals.append(f"{candidate.backend}: {refusal}")
         if forced is not None:
             raise BackendError(
@@ -423,14 +428,16 @@ _forced_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _needs_grad(args: Sequence, kwargs: dict) -> bool:
-    # Plain loops: a generator costs a microsecond more.
-    for value in args:
+    # A plain loop: a generator costs a microsecond more.
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) in _HOLD_NO_TENSORS:
+            continue
         if isinstance(value, Tensor):
             if value.requires_grad:
                 return True
         elif isinstance(value, (list, tuple)) and _needs_grad(value, {}):
             return True
-    return bool(kwargs) and _needs_grad(tuple(kwargs.values()), {})
+    return False
 
 
 def op(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
+import math
 import os
 import statistics
 import subprocess
@@ -825,12 +826,14 @@ def test_parameters_are_plain_tensors(scale: Op) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- overhead
 
-LARGEST_OVERHEAD = 4e-6
+# In direct calls of an implementation that does nothing, so that a slow or busy machine changes nothing: 4 microseconds
+# where such a call takes 58 nanoseconds.
+LARGEST_OVERHEAD = 70
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 def test_overhead(grad: bool) -> None:
-    """A call costs at most 4 microseconds more than a direct call of the implementation."""
+    """A call costs at most as much as 70 direct calls of the implementation more than one."""
 
     def reference(x: Tensor, y: Tensor, weight: Tensor | None, eps: float = 1e-6, causal: bool = True) -> Tensor:
         """Nothing."""
@@ -854,9 +857,9 @@ def test_overhead(grad: bool) -> None:
     # Other processes on the machine can only add to it: the first of many medians within the limit settles it.
     medians = []
     with torch.set_grad_enabled(grad):
-        while len(medians) < 60 and min(medians, default=1.0) > LARGEST_OVERHEAD:
-            medians.append(statistics.median(seconds(op) - seconds(fast) for _ in range(25)))
-    assert min(medians) <= LARGEST_OVERHEAD, f"{min(medians) * 1e6:.1f} us"
+        while len(medians) < 60 and min(medians, default=math.inf) > LARGEST_OVERHEAD:
+            medians.append(statistics.median(seconds(op) / seconds(fast) - 1 for _ in range(25)))
+    assert min(medians) <= LARGEST_OVERHEAD, f"{min(medians):.0f} direct calls"
 
 
 def test_a_forced_back_end_without_backward_is_not_swapped_when_compiled(scale: Op) -> None:
