@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 
 help:
 	@echo "make demo       set up .venv, then text from tiny Zamba2 and a picture from tiny FLUX.2, demo.png"
-	@echo "make test       set up .venv, then lint and the whole test suite"
+	@echo "make test       set up .venv, then lint, types and the whole test suite"
 	@echo "make xpu-check  compile every kernel for Intel GPUs and run it on this CPU (Linux, apt)"
 	@echo "make xpu-test   on a machine with an Intel GPU: the op tests on the GPU, with a report to send"
 	@echo "make docs       the documentation as a site, build/site; fails for a link that leads nowhere"
@@ -49,7 +49,7 @@ demo: $(VENV)/.core
 	    --height 64 --width 64 --text-tokens 32 --steps 20 --guidance 2 --explain
 
 # A thread a process: the tests' tensors are small.
-test: $(VENV)/.dev lint
+test: $(VENV)/.dev lint typecheck
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n auto $(PYTEST_ARGS)
 	@test -x .venv-xpu/bin/python || echo "The XPU check was not run: make xpu-check sets it up and runs it."
 

@@ -21,7 +21,9 @@ def devices() -> dict[str, Any]:
     from xpu_ports.common import tuning
     from xpu_ports.common.device import architecture
 
-    found, tuned, errors = [], [], []
+    found: list[dict[str, Any]] = []
+    tuned: list[str] = []
+    errors: list[str] = []
     for kind in ("xpu", "cuda"):
         module = getattr(torch, kind)
         for index in range(module.device_count()):

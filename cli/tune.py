@@ -86,7 +86,7 @@ def _config(checkpoint: str | None, model: str | None, layout: str | None) -> tu
         _common.check_checkpoint(checkpoint)
         path = find_config(str(Path(checkpoint).expanduser()))
         name = _common.check_model_type(read_config(path).get("model_type"), path)
-        return name, _common.port(name).config_class.from_pretrained(Path(path).parent)
+        return name, _common.port(name).config_class.from_pretrained(Path(path).parent)  # type: ignore[union-attr]
     if model is None:
         return None
     _common.check_model_type(model, "--model")

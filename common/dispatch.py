@@ -359,7 +359,7 @@ class Op:
         forced = choices.get(self.name, choices.get(_EVERY_OP)) if choices else None
         if forced == "reference":
             return self._reference, "forced"
-        refusals = []
+        refusals: list[str] = []
         # Most calls force nothing: those look no further than the device's own list.
         for candidate in self._by_device.get(device, ()) if forced is None else self._candidates(device, forced):
             if forced is not None and candidate.backend != forced:

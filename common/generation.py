@@ -168,6 +168,7 @@ class _Loop:
             tokens = scores.argmax(dim=-1)
         if self.eos is None:
             return tokens
+        assert self.pad is not None  # generate() asks for one where rows can end
         tokens = torch.where(self.unfinished, tokens, self.pad)
         self.unfinished = self.unfinished & (tokens[:, None] != self.eos).all(dim=-1)
         return tokens

@@ -152,21 +152,23 @@ class BoundAttention(_Bound, DynamicLayer):
     all_keys: Tensor
     all_values: Tensor
     length: Length
+    dtype: torch.dtype
 
+    # What the base class keeps as attributes are views here, of the length that the buffers hold now.
     @property
-    def keys(self) -> Tensor:
+    def keys(self) -> Tensor:  # type: ignore[override]
         return self.all_keys[:, :, : self.length.host]
 
     @property
-    def values(self) -> Tensor:
+    def values(self) -> Tensor:  # type: ignore[override]
         return self.all_values[:, :, : self.length.host]
 
     # The base class's constructor clears what it takes for plain attributes.
-    @keys.setter
+    @keys.setter  # type: ignore[no-redef, attr-defined]
     def keys(self, value: None) -> None:
         assert value is None
 
-    @values.setter
+    @values.setter  # type: ignore[no-redef, attr-defined]
     def values(self, value: None) -> None:
         assert value is None
 
@@ -203,7 +205,9 @@ class BoundAttention(_Bound, DynamicLayer):
         self._plain().batch_select_indices(indices)
 
 
-class BoundAttentionAndStates(BoundAttention, BoundStates, LinearAttentionAndFullAttentionLayer):
+class BoundAttentionAndStates(  # type: ignore[misc, override]
+    BoundAttention, BoundStates, LinearAttentionAndFullAttentionLayer
+):
     """A layer with both."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -211,7 +215,7 @@ class BoundAttentionAndStates(BoundAttention, BoundStates, LinearAttentionAndFul
         BoundAttention.reorder_cache(self, beam_idx)
 
 
-BOUND = {
+BOUND: dict[type, type[_Bound]] = {
     LinearAttentionLayer: BoundStates,
     DynamicLayer: BoundAttention,
     LinearAttentionAndFullAttentionLayer: BoundAttentionAndStates,
@@ -500,7 +504,8 @@ def _graph_for(
     if reason is None and bound is not None and length < bound.capacity and bound.model() is model:
         key = (batch, bound.capacity, *steps.kind(cache), *circumstances(model))
         if graphs.get(key) is bound:
-            dispatch.record(SUBJECT, "graph", model.device.type, f"batch {batch}, {bound.capacity} keys")
+            device = bound.input_ids.device
+            dispatch.record(SUBJECT, "graph", device, f"batch {batch}, {bound.capacity} keys")
             return bound
     if bound is not None:
         bound.release()

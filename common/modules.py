@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -83,7 +86,7 @@ def project(layer: nn.Module, x: Tensor) -> Tensor:
     return linear(x, layer.weight, layer.bias) if is_plain(layer) else layer(x)
 
 
-def project_adapted(x: Tensor, layers: list[nn.Module], adapters: list[nn.Module]) -> list[Tensor]:
+def project_adapted(x: Tensor, layers: list[nn.Module], adapters: Sequence[Any]) -> list[Tensor]:
     """Layers that share their input, each with a low-rank addition of its own.
 
     Args:

@@ -48,7 +48,7 @@ def mask_of_tokens(attention_mask: Tensor | None, T: int) -> Tensor | None:
 
 
 def eager_attention(
-    module: nn.Module,
+    module: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,

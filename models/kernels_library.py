@@ -77,8 +77,8 @@ def kernel_mapping(model: nn.Module, devices: Iterable[str] | None = None) -> di
     """
     known: dict[str, set[str | None]] = {}
     for cls in {type(m) for m in model.modules()}:
-        for name, of in _registered(cls):
-            known.setdefault(name, set()).add(of)
+        for name, found in _registered(cls):
+            known.setdefault(name, set()).add(found)
     if not known:
         raise ValueError(
             f"transformers registered no layer of {type(model).__name__} with the kernels library: install a version "
@@ -97,12 +97,12 @@ def kernel_mapping(model: nn.Module, devices: Iterable[str] | None = None) -> di
 def _registered(cls: type[nn.Module]) -> Iterator[tuple[str, str | None]]:
     """(the kernels library's name, fingerprint) of what transformers registered of a class."""
     if hasattr(cls, "kernel_layer_name"):
-        yield cls.kernel_layer_name, fingerprint(cls.forward) if method_contract(cls) else None
+        yield str(cls.kernel_layer_name), fingerprint(cls.forward) if method_contract(cls) else None
     forward = inspect.unwrap(cls.forward)
     for name in callees_of(forward):
         value = forward.__globals__[name]
         if isinstance(value, nn.Module) and hasattr(value, "kernel_layer_name"):
-            yield value.kernel_layer_name, fingerprints(forward.__module__).get(name)
+            yield str(value.kernel_layer_name), fingerprints(forward.__module__).get(name)
 
 
 def _devices(contract: Contract) -> list[str]:

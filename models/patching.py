@@ -128,7 +128,8 @@ def patch(model: nn.Module) -> Patch:
         if plan.contracts and why is None:
             modules[path] = module
     for module in modules.values():
-        module.__class__ = patched_class(type(module), tuple(plan_of(type(module)).contracts))
+        kind = type(module)
+        module.__class__ = patched_class(kind, tuple(plan_of(kind).contracts))  # type: ignore[arg-type]
     done = Patch(model, changes, modules, before)
     _record(done)
     if not modules and not before:
@@ -182,7 +183,7 @@ def _restore(modules: dict[str, nn.Module]) -> None:
             "was done to them since (hooks of accelerate, kernelize, wrappers), then the patch"
         )
     for module in ours.values():
-        module.__class__ = stock_class(type(module))
+        module.__class__ = stock_class(type(module))  # type: ignore[assignment]
 
 
 def _hides_a_patch(cls: type) -> bool:
@@ -294,7 +295,7 @@ def patched_class(cls: type[nn.Module], functions: tuple[str, ...]) -> type[nn.M
         "forward": forward,
         _STOCK_CLASS: cls,
     }
-    return type(cls)(f"Patched{cls.__name__}", (cls,), body)
+    return type(cls)(f"Patched{cls.__name__}", (cls,), body)  # type: ignore[misc]
 
 
 def _method(stock: Callable[..., Any], contract: Contract) -> Callable[..., Any]:
@@ -354,5 +355,5 @@ def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
 def _remade(cls: type[nn.Module]) -> nn.Module:
     """A module without state, patched where the class still can be: another version of it comes back as it is."""
     if functions := tuple(plan_of(cls).contracts):
-        cls = patched_class(cls, functions)
+        cls = patched_class(cls, functions)  # type: ignore[arg-type]
     return cls.__new__(cls)

@@ -18,8 +18,14 @@ from xpu_ports.common.dispatch import Op
 Args = tuple[Any, ...]
 # From an op's arguments to a call without arguments: whatever it prepares is not timed.
 Prepare = Callable[..., Callable[[], Any]]
+# From the letters of a size, {"T": 256, "N": 4096}, to a number of operations.
+Formula = Callable[[Mapping[str, int]], int]
 # From (arguments, outputs) to a part of both that the reference can be run on in fp64 within a second or so.
 Sample = Callable[[Args, list[Tensor]], tuple[Args, list[Tensor]]]
+
+
+# Elements that are drawn where only shapes are asked for.
+SMALL = 1 << 21
 
 
 class PeerMissingError(Exception):
@@ -32,8 +38,10 @@ class Work:
 
     # Bytes of device memory: every input that counts read once, every output written once.
     moved: int
-    # Floating-point operations in matrix products; element by element work is not counted.
+    # Floating-point operations in products of matrices, which matrix units can do.
     flops: int = 0
+    # The others, element by element: an addition, a product, a comparison, an exponential is one each.
+    elementwise: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,29 @@ class Draw:
         return (low + (high - low) * unit).to(dtype or self.dtype)
 
 
+class _ShapesOfLarge(Draw):
+    """Draws small tensors, such as masks and the experts of tokens, and of large ones the shape."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if math.prod(shape) <= SMALL:
+            return super().__call__(*shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+    def uniform(self, low: float, high: float, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if math.prod(shape) <= SMALL:
+            return super().uniform(low, high, *shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+
+def count(**operations: int) -> Formula:
+    """The formula of so many operations for each element of tensors by their letters: count(TN=4, TD=1)."""
+
+    def formula(size: Mapping[str, int]) -> int:
+        return sum(each * math.prod(size[letter] for letter in letters) for letters, each in operations.items())
+
+    return formula
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of the registry. `name` is the op's, with a suffix where an op has several rows."""
@@ -67,13 +98,15 @@ class Case:
     peers: Mapping[str, str] = field(default_factory=dict)
     # What the error is measured on; everything when left out.
     sample: Sample = lambda args, outputs: (args, outputs)
-    flops: Callable[[Mapping[str, int]], int] = lambda size: 0
+    flops: Formula = lambda size: 0
     # Bytes of the arguments that a call has no need to read.
     unread: Callable[[Args], int] = lambda args: 0
     # Whether the reference compiles within seconds: one with a loop over time does not.
     compiles: bool = True
     # Whether an op that has a kernel has it for these sizes: not where they are another back end's.
     has_kernel: bool = True
+    # Floating-point operations outside of products.
+    elementwise: Formula = lambda size: 0
 
     def draw(self, size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Args:
         """Arguments of one call, from a seed.
@@ -81,18 +114,34 @@ class Case:
         Raises:
             ValueError: the id lacks a letter that this row's own ids have, or has one that they have not.
         """
+        letters = self._letters(size)
+        generator = torch.Generator(device).manual_seed(seed)
+        return self.inputs(letters, Draw(device, dtype, generator))
+
+    def _letters(self, size: str) -> dict[str, int]:
         letters = parse_size(size)
         known = {letter for s in self.sizes for letter in parse_size(s)}
         required = set.intersection(*(set(parse_size(s)) for s in self.sizes))
         if not required <= set(letters) <= known:
             raise ValueError(f"{self.name}: size {size!r} does not have the letters of {self.sizes[0]!r}")
-        generator = torch.Generator(device).manual_seed(seed)
-        return self.inputs(letters, Draw(device, dtype, generator))
+        return letters
 
     def work(self, size: str, args: Args, outputs: list[Tensor]) -> Work:
         """Bytes by the arguments and outputs themselves; `outputs` includes what the op mutates."""
         moved = sum(t.numel() * t.element_size() for t in (*_tensors(args), *outputs)) - self.unread(args)
-        return Work(moved, self.flops(parse_size(size)))
+        letters = parse_size(size)
+        return Work(moved, self.flops(letters), self.elementwise(letters))
+
+    def work_without_data(self, size: str, dtype: torch.dtype) -> Work:
+        """The work of a call at a size that need not fit this machine: its large tensors have a shape alone.
+
+        Raises:
+            ValueError: the size is not one of this row.
+        """
+        draw = _ShapesOfLarge(torch.device("cpu"), dtype, torch.Generator().manual_seed(0))
+        args = self.inputs(self._letters(size), draw)
+        outputs = self.op.overload(*_on_meta(args))
+        return self.work(size, args, flatten_outputs(outputs) + self.mutated(args))
 
     def mutated(self, args: Args) -> list[Tensor]:
         """The arguments that a call writes into."""
@@ -161,6 +210,12 @@ def _copy(t: Any) -> Any:
     span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
     storage = torch.empty(span, dtype=t.dtype, device=t.device)
     return storage.as_strided(t.shape, t.stride()).copy_(t)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_meta, value))
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

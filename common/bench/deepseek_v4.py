@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from xpu_ports.common.bench.case import Args, Case, Draw, Sample, sample_index
+from xpu_ports.common.bench.case import Args, Case, Draw, Sample, count, sample_index
 from xpu_ports.common.kernels.compress import compress_csa, compress_hca
 from xpu_ports.common.kernels.fp8_pages import PAGE_TOKENS, cache_rows, index_page_bytes, page_bytes, token_bytes
 from xpu_ports.common.kernels.indexer import indexer_scores, stable_topk
@@ -211,6 +211,10 @@ def _decode_flops(size: Size) -> int:
     return 4 * size["B"] * size["H"] * size["K"] * (WINDOW + size.get("A", size["S"]))
 
 
+def _softmax(size: Size) -> int:
+    return 5 * size["B"] * size.get("T", 1) * size["H"] * (WINDOW + size.get("A", size["S"]))
+
+
 def _not_chosen(args: Args) -> int:
     """Bytes of the pages beyond the rows that count, each with its scales."""
     q, window, entries, indices, lengths, _, _, ratio, *_ = args
@@ -267,11 +271,38 @@ _LONG_ENTRIES = "B1-T1-C512", "B1-T4096-C512", "B64-T1-C512"
 _HEADS = "B1-T1-H64-K512-N32", "B64-T1-H64-K512-N32", "B1-T4096-H64-K512-N32"
 
 CASES = (
-    Case("mhc_pre", mhc_pre, _TOKENS, _mhc, {}, _ends(0), lambda size: 2 * size["T"] * 24 * 4 * size["D"]),
-    Case("mhc_post", mhc_post, _TOKENS, _mhc_post, {}, _ends(0, 1, 2, 3)),
-    Case("mhc_head", mhc_head, _TOKENS, _mhc_head, {}, _ends(0)),
-    Case("compress_csa", compress_csa, _ENTRIES, _csa, {}, _ends(0, 2, 3, 4), unread=_rest_of_the_ring),
-    Case("compress_hca", compress_hca, _LONG_ENTRIES, _hca, {}, _ends(0, 2, 3, 4), unread=_rest_of_the_ring),
+    Case(
+        "mhc_pre",
+        mhc_pre,
+        _TOKENS,
+        _mhc,
+        {},
+        _ends(0),
+        lambda size: 2 * size["T"] * 24 * 4 * size["D"],
+        elementwise=count(TSD=4, TSS=60),
+    ),
+    Case("mhc_post", mhc_post, _TOKENS, _mhc_post, {}, _ends(0, 1, 2, 3), elementwise=count(TSSD=2, TSD=2)),
+    Case("mhc_head", mhc_head, _TOKENS, _mhc_head, {}, _ends(0), elementwise=count(TSSD=2, TSD=4)),
+    Case(
+        "compress_csa",
+        compress_csa,
+        _ENTRIES,
+        _csa,
+        {},
+        _ends(0, 2, 3, 4),
+        unread=_rest_of_the_ring,
+        elementwise=count(BTC=12),
+    ),
+    Case(
+        "compress_hca",
+        compress_hca,
+        _LONG_ENTRIES,
+        _hca,
+        {},
+        _ends(0, 2, 3, 4),
+        unread=_rest_of_the_ring,
+        elementwise=count(BTC=6),
+    ),
     *(
         Case(
             name,
@@ -282,6 +313,7 @@ CASES = (
             _ends(0, 1, 2, 4),
             _scores_flops,
             compiles=False,
+            elementwise=count(BTSH=3),
         )
         for name, inputs in (("indexer_scores", _scores), ("indexer_scores.pages", _scores_of_pages))
     ),
@@ -292,8 +324,9 @@ CASES = (
         _topk,
         {},
         _ends(0),
+        elementwise=count(TS=1),
     ),
-    Case("cache_rows", cache_rows, ("B1-S127-K512", "B64-S127-K512"), _rows, {}, _ends(0, 1)),
+    Case("cache_rows", cache_rows, ("B1-S127-K512", "B64-S127-K512"), _rows, {}, _ends(0, 1), elementwise=count(BSK=1)),
     Case(
         "qnorm_rope_kv_insert",
         qnorm_rope_kv_insert,
@@ -303,6 +336,7 @@ CASES = (
         _ends(0, 1, 3, 4, 5, 6),
         unread=_not_inserted,
         compiles=False,
+        elementwise=count(BTHK=3, BTHN=6, BTK=4, BTN=6),
     ),
     Case(
         "qnorm_rope_kv_insert.pages",
@@ -313,6 +347,7 @@ CASES = (
         _ends(0, 1, 3, 4, 5, 6),
         unread=_not_inserted,
         compiles=False,
+        elementwise=count(BTHK=3, BTHN=6, BTK=7, BTN=6),
     ),
     Case(
         "norm_rope_insert",
@@ -323,8 +358,17 @@ CASES = (
         _ends(0, 2, 3, 4, 5),
         unread=_not_inserted_entries,
         compiles=False,
+        elementwise=count(BTK=4, BTN=6),
     ),
-    Case("rope_tail", rope_tail, tuple(s.replace("K512", "K128") for s in _HEADS), _tail, {}, _ends(0, 1, 2)),
+    Case(
+        "rope_tail",
+        rope_tail,
+        tuple(s.replace("K512", "K128") for s in _HEADS),
+        _tail,
+        {},
+        _ends(0, 1, 2),
+        elementwise=count(BTHN=6),
+    ),
     Case(
         "inverse_rope_grouped_out",
         inverse_rope_grouped_out,
@@ -333,6 +377,7 @@ CASES = (
         {},
         _ends(0, 1, 2),
         _out_flops,
+        elementwise=count(BTHN=6),
     ),
     Case(
         "sparse_mla_decode",
@@ -343,6 +388,7 @@ CASES = (
         _ends(0, 1, 2, 3, 4),
         _decode_flops,
         _not_chosen,
+        elementwise=_softmax,
     ),
     Case(
         "sparse_mla_decode.closed",
@@ -353,6 +399,7 @@ CASES = (
         _ends(0, 1, 2, 4),
         _decode_flops,
         _not_chosen,
+        elementwise=_softmax,
     ),
     Case(
         "sparse_mla_prefill",
@@ -362,6 +409,7 @@ CASES = (
         {},
         _ends(0, 1, 2, 4),
         _prefill_flops,
+        elementwise=_softmax,
     ),
     Case(
         "sparse_mla_prefill.named",
@@ -371,9 +419,25 @@ CASES = (
         {},
         _ends(0, 1, 2, 3, 4),
         _prefill_flops,
+        elementwise=_softmax,
     ),
-    Case("moe_sqrtsoftplus_router", moe_sqrtsoftplus_router, tuple(f"T{T}-E256-A6" for T in (1, 32, 4096)), _router,
-         {}, _ends(0)),
-    Case("moe_hash_router", moe_hash_router, tuple(f"T{T}-E256-A6-V129280" for T in (1, 32, 4096)), _hash, {},
-         _ends(0, 2), unread=_other_tokens),
-)  # fmt: skip
+    Case(
+        "moe_sqrtsoftplus_router",
+        moe_sqrtsoftplus_router,
+        tuple(f"T{T}-E256-A6" for T in (1, 32, 4096)),
+        _router,
+        {},
+        _ends(0),
+        elementwise=count(TE=7),
+    ),
+    Case(
+        "moe_hash_router",
+        moe_hash_router,
+        tuple(f"T{T}-E256-A6-V129280" for T in (1, 32, 4096)),
+        _hash,
+        {},
+        _ends(0, 2),
+        unread=_other_tokens,
+        elementwise=count(TA=8),
+    ),
+)

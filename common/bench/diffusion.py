@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from xpu_ports.common.bench.case import Args, Case, Draw
+from xpu_ports.common.bench.case import Args, Case, Draw, Formula, count
 from xpu_ports.common.dispatch import Op
 from xpu_ports.common.kernels.ada_layer_norm import ada_layer_norm
 from xpu_ports.common.kernels.concat_swiglu import concat_swiglu
@@ -62,13 +62,15 @@ def _tokens(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
     return tuple(map(take, args)), [t[:, some] for t in outputs]
 
 
-def _case(name: str, op: Op, inputs: Callable[[Mapping[str, int], Draw], Args], *sizes: str) -> Case:
-    return Case(name, op, sizes, inputs, {"pytorch": f"{_PEERS}:{name}"}, _tokens)
+def _case(
+    name: str, op: Op, inputs: Callable[[Mapping[str, int], Draw], Args], elementwise: Formula, *sizes: str
+) -> Case:
+    return Case(name, op, sizes, inputs, {"pytorch": f"{_PEERS}:{name}"}, _tokens, elementwise=elementwise)
 
 
 CASES = (
-    _case("qk_norm_rope", qk_norm_rope, _heads, "T512-H24-K128", "T4608-H24-K128", "T4608-H48-K128"),
-    _case("ada_layer_norm", ada_layer_norm, _modulated, *_ROWS),
-    _case("gated_residual", gated_residual, _residual, *_ROWS),
-    _case("concat_swiglu", concat_swiglu, _parallel, *(f"T{T}-D{D}-F{3 * D}" for T, D in _SIZES)),
+    _case("qk_norm_rope", qk_norm_rope, _heads, count(THK=14), "T512-H24-K128", "T4608-H24-K128", "T4608-H48-K128"),
+    _case("ada_layer_norm", ada_layer_norm, _modulated, count(TN=9), *_ROWS),
+    _case("gated_residual", gated_residual, _residual, count(TN=2), *_ROWS),
+    _case("concat_swiglu", concat_swiglu, _parallel, count(TF=5), *(f"T{T}-D{D}-F{3 * D}" for T, D in _SIZES)),
 )

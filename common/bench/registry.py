@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from xpu_ports.common.bench.case import Args, Case, Draw, Sample, sample_index, sample_rows
+from xpu_ports.common.bench.case import Args, Case, Draw, Sample, count, sample_index, sample_rows
 from xpu_ports.common.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
 from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
 from xpu_ports.common.kernels.decode_attention import decode_attention
@@ -215,6 +215,12 @@ def _scan_flops(size: Size) -> int:
     return B * T * (chunk * N * G + chunk * P * H + 4 * N * P * H)
 
 
+def _scan_elementwise(size: Size) -> int:
+    # Decays between the tokens of a chunk: a difference, an exponential, a product; steps, and what x adds itself.
+    B, T, H, P = (size[letter] for letter in "BTHP")
+    return B * T * H * (3 * min(_CHUNK, T) // 2 + 5 + 3 * P)
+
+
 def _scan_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
     # One head of each group, over all of the time.
     x, dt, A_log, B, C, D, dt_bias, state, *rest = args
@@ -243,6 +249,12 @@ def _mixer_step(size: Size, draw: Draw) -> Args:
 def _mixer_end(size: Size, draw: Draw) -> Args:
     *step, groups, eps = _mixer_step(size, draw)
     return *step, _matrix(draw, size["D"], size["H"] * size["P"]), None, groups, eps
+
+
+def _mixer_elementwise(size: Size) -> int:
+    # The convolution of all channels, the state, the gated norm.
+    B, H, P, N, G = (size[letter] for letter in "BHPNG")
+    return B * (13 * (H * P + 2 * G * N) + H * P * (5 * N + 3) + 9 * H * P)
 
 
 # --------------------------------------------------------------------------------------------------------------- KDA
@@ -295,6 +307,7 @@ def _first_head_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Te
 # ----------------------------------------------------------------------------------------------------------- experts
 
 
+# Products in fp32, which matrix units do not do, count among the operations outside of products.
 def _router_logits(size: Size, draw: Draw) -> Args:
     T, E, D = (size[letter] for letter in "TED")
     wide = torch.promote_types(draw.dtype, torch.float32)
@@ -322,6 +335,11 @@ def _matrices(draw: Draw, e: int, n: int, k: int) -> Tensor:
 
 def _experts_flops(size: Size) -> int:
     return 6 * size["T"] * (size["A"] + 1) * size["D"] * size["F"]
+
+
+def _experts_elementwise(size: Size) -> int:
+    # SwiGLU in each expert, and the weighted sum over them.
+    return size["T"] * (size["A"] + 1) * (5 * size["F"] + 2 * size["D"])
 
 
 def _other_experts(args: Args) -> int:
@@ -363,7 +381,15 @@ def _batches(*batches: int) -> tuple[str, ...]:
 CASES = {
     case.name: case
     for case in (
-        Case("rms_norm", rms_norm, _ROWS, _norm, _peers("rms_norm", "pytorch", "liger", "transformers"), sample_rows),
+        Case(
+            "rms_norm",
+            rms_norm,
+            _ROWS,
+            _norm,
+            _peers("rms_norm", "pytorch", "liger", "transformers"),
+            sample_rows,
+            elementwise=count(TN=4),
+        ),
         Case(
             "add_rms_norm",
             add_rms_norm,
@@ -371,6 +397,7 @@ CASES = {
             _add_norm,
             _peers("add_rms_norm", "pytorch", "liger", "transformers"),
             sample_rows,
+            elementwise=count(TN=5),
         ),
         # The weight's gradient is a sum over all rows, so that no part of them can stand for it: no sample.
         Case(
@@ -379,6 +406,7 @@ CASES = {
             _ROWS[:3],
             _add_norm,
             _peers("rms_norm_backward", "pytorch", "liger"),
+            elementwise=count(TN=11),
         ),
         Case(
             "concat_rms_norm",
@@ -387,6 +415,7 @@ CASES = {
             _concat_norm,
             _peers("concat_rms_norm", "pytorch"),
             sample_rows,
+            elementwise=count(TD=9),
         ),
         Case(
             "gated_rms_norm",
@@ -395,6 +424,7 @@ CASES = {
             _mixer_norm,
             _peers("gated_rms_norm", "vllm", "mamba_ssm", "transformers"),
             sample_rows,
+            elementwise=count(TN=9),
         ),
         Case(
             "gated_rms_norm.sigmoid",
@@ -403,6 +433,7 @@ CASES = {
             _head_norm,
             _peers("gated_rms_norm", "fla", "transformers"),
             sample_rows,
+            elementwise=count(THN=8),
         ),
         Case(
             "gated_activation",
@@ -411,6 +442,7 @@ CASES = {
             _gated_mlp,
             _peers("gated_activation", "pytorch"),
             sample_rows,
+            elementwise=count(TF=6),
         ),
         Case(
             "rotary_embedding",
@@ -419,6 +451,7 @@ CASES = {
             _rotary,
             _peers("rotary_embedding", "transformers"),
             _tokens_sample,
+            elementwise=count(BTHK=6),
         ),
         Case(
             "linear",
@@ -427,6 +460,7 @@ CASES = {
             _linear,
             _peers("linear", "pytorch"),
             _outputs_sample(1),
+            flops=count(TNK=2),
         ),
         Case(
             "norm_linear",
@@ -435,6 +469,8 @@ CASES = {
             _norm_linear,
             _peers("norm_linear", "pytorch"),
             _outputs_sample(3),
+            flops=count(TNK=2),
+            elementwise=count(TK=5),
         ),
         Case(
             "gated_norm_linear",
@@ -443,6 +479,8 @@ CASES = {
             _gated_norm_linear,
             _peers("gated_norm_linear", "pytorch"),
             _outputs_sample(3),
+            flops=count(TNK=2),
+            elementwise=count(TK=9),
         ),
         Case(
             "adapted_linears",
@@ -450,6 +488,7 @@ CASES = {
             tuple(f"T{T}-{layers}-R128" for layers in ("L1-N16384-K2048", "L3-N4096-K4096") for T in (1, 8)),
             _adapted,
             _peers("adapted_linears", "pytorch"),
+            flops=count(LTNK=2, LTRK=2, LTNR=2),
         ),
         Case(
             "decode_attention",
@@ -467,6 +506,8 @@ CASES = {
             _peers("decode_attention", "pytorch"),
             _cache_sample,
             unread=_unseen,
+            flops=count(BHSK=4),
+            elementwise=count(BHS=5),
         ),
         Case(
             "mla_decode",
@@ -484,6 +525,7 @@ CASES = {
             _latents_sample,
             _latents_flops,
             unread=_unseen_latents,
+            elementwise=count(BHS=5),
         ),
         Case(
             "causal_conv1d",
@@ -492,6 +534,7 @@ CASES = {
             _conv,
             _peers("causal_conv1d", "pytorch", "fla"),
             _channels_sample,
+            elementwise=count(BTDW=2, BTD=5),
         ),
         Case(
             "causal_conv1d_update",
@@ -500,6 +543,7 @@ CASES = {
             _conv_step,
             _peers("causal_conv1d_update", "vllm"),
             _batch_sample(0, 1),
+            elementwise=count(BDW=2, BD=5),
         ),
         Case(
             "ssd_chunk_scan",
@@ -510,6 +554,7 @@ CASES = {
             _scan_sample,
             _scan_flops,
             compiles=False,
+            elementwise=_scan_elementwise,
         ),
         Case(
             "selective_state_update",
@@ -518,6 +563,7 @@ CASES = {
             _state_step,
             _peers("selective_state_update", "mamba_ssm", "vllm"),
             _batch_sample(0, 1, 2, 4, 5),
+            elementwise=count(BHPN=5, BHP=3),
         ),
         Case(
             "kda_gate",
@@ -526,6 +572,7 @@ CASES = {
             _gate,
             _peers("kda_gate", "fla"),
             lambda args, outputs: ((args[0][:, -64:], *args[1:]), [outputs[0][:, -64:]]),
+            elementwise=count(BTHK=7),
         ),
         Case(
             "chunk_kda",
@@ -536,6 +583,7 @@ CASES = {
             _first_head_sample,
             _kda_flops,
             compiles=False,
+            elementwise=count(BTHK=16, BTHV=3),
         ),
         Case(
             "recurrent_kda",
@@ -544,6 +592,7 @@ CASES = {
             _kda_step,
             _peers("recurrent_kda", "fla"),
             _batch_sample(0, 1, 2, 3, 4, 5),
+            elementwise=count(BHKV=7, BHK=10),
         ),
         Case(
             "moe_router_logits",
@@ -551,6 +600,7 @@ CASES = {
             tuple(f"T{T}-E256-D2304" for T in (1, 32)),
             _router_logits,
             _peers("moe_router_logits", "pytorch"),
+            elementwise=count(TED=2),
         ),
         Case(
             "moe_sigmoid_router",
@@ -559,6 +609,7 @@ CASES = {
             _router,
             {},
             lambda args, outputs: ((args[0][:64], *args[1:]), [output[:64] for output in outputs]),
+            elementwise=count(TE=5),
         ),
         Case(
             "moe_experts",
@@ -570,6 +621,7 @@ CASES = {
             _experts_flops,
             compiles=False,
             unread=_other_experts,
+            elementwise=_experts_elementwise,
         ),
         Case(
             "moe_experts_many",
@@ -582,6 +634,7 @@ CASES = {
             compiles=False,
             unread=_other_experts,
             has_kernel=False,
+            elementwise=_experts_elementwise,
         ),
         Case(
             "mamba2_decode_step",
@@ -590,6 +643,7 @@ CASES = {
             _mixer_step,
             _peers("mamba2_decode_step", "vllm"),
             _batch_sample(0, 1, 2),
+            elementwise=_mixer_elementwise,
         ),
         Case(
             "mamba2_decode_linear",
@@ -598,6 +652,8 @@ CASES = {
             _mixer_end,
             _peers("mamba2_decode_linear", "vllm"),
             _batch_sample(0, 1, 2),
+            flops=count(BDHP=2),
+            elementwise=_mixer_elementwise,
         ),
     )
 }

@@ -71,7 +71,9 @@ class Result:
     eager: Timing | None = None
     graph: Timing | None = None
     moved: int = 0
+    # In products, and element by element.
     flops: int = 0
+    elementwise: int = 0
     # Seconds that the measured ceilings leave at least.
     floor: float = 0.0
     input_sets: int = 0
@@ -146,7 +148,8 @@ def run_case(
         with torch.no_grad(), _noted(result), variant.context(case):
             prepare = variant.prepare()
             work = judge(prepare, result)
-            result.moved, result.flops, result.floor = work.moved, work.flops, ceilings.floor(work.moved, work.flops)
+            result.moved, result.flops, result.elementwise = work.moved, work.flops, work.elementwise
+            result.floor = ceilings.floor(work.moved, work.flops)
             calls[variant] = prepare
     with torch.no_grad():
         moved = max((r.moved for r in results.values()), default=0)

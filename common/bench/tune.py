@@ -303,7 +303,11 @@ def choose(job: Job, tiles: Mapping[str, Any], results: Mapping[str, list[Result
         if wrong:
             notes.append(f"{name}: {wrong[0].note or 'no time'}")
             continue
-        times = {item: (before, by_name[name].device_time) for item, (before, by_name) in groups.items()}
+        times = {
+            item: (before, time)
+            for item, (before, by_name) in groups.items()
+            if (time := by_name[name].device_time) is not None
+        }
         outcome = Outcome(job, best=tiles[name], times=times, notes=notes)
         if best.best is None or (_wins(outcome), outcome.ratio) > (_wins(best), best.ratio):
             best = outcome

@@ -84,7 +84,7 @@ def _layers(section: Section, path: Path) -> Path:
     layers: list[LayerError] = section.layers
     plt, figure, axis = _figure(f"Error by layer, {section.title}", max(8.0, 3.0 + 0.16 * len(layers)))
     places = [layer.layer for layer in layers]
-    lines = [
+    lines: list[tuple[str, list[Any]]] = [
         ("by itself, on the reference's input", [layer.error for layer in layers]),
         ("of the whole stream, with all before it", [layer.so_far for layer in layers]),
     ]

@@ -44,7 +44,9 @@ def causal_conv1d(
     history = x.new_zeros(x.shape[0], x.shape[2], W - 1) if initial_state is None else initial_state
     history = history[:, :, history.shape[2] - (W - 1) :]
     window = torch.cat([history.to(wide), x.to(wide).transpose(1, 2)], dim=-1)  # [B, D, W - 1 + T]
-    y = sum(window[:, :, w : w + T] * weight[:, w, None].to(wide) for w in range(W))
+    y = torch.zeros_like(window[:, :, :T])
+    for w in range(W):
+        y = y + window[:, :, w : w + T] * weight[:, w, None].to(wide)
     if bias is not None:
         y = y + bias[:, None].to(wide)
     return _activate(y, activation).transpose(1, 2).to(x.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from xpu_ports.common.dispatch import record
 from xpu_ports.common.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
@@ -47,14 +47,14 @@ def _why_not_weight(weight: Tensor, x: Tensor, promotes: bool) -> str | None:
     return None
 
 
-def stock_rms_norm(stock: Callable, module: nn.Module, hidden_states: Tensor, *, promotes: bool = False) -> Tensor:
+def stock_rms_norm(stock: Callable, module: Any, hidden_states: Tensor, *, promotes: bool = False) -> Tensor:
     if why := _why_not_weight(module.weight, hidden_states, promotes):
         _stay("rms_norm", hidden_states, why)
         return stock(module, hidden_states)
     return rms_norm(hidden_states, module.weight, module.variance_epsilon)
 
 
-def stock_rms_norm_zero_centered(stock: Callable, module: nn.Module, x: Tensor) -> Tensor:
+def stock_rms_norm_zero_centered(stock: Callable, module: Any, x: Tensor) -> Tensor:
     if why := _why_not_weight(module.weight, x, promotes=False):
         _stay("rms_norm", x, why)
         return stock(module, x)
@@ -63,7 +63,7 @@ def stock_rms_norm_zero_centered(stock: Callable, module: nn.Module, x: Tensor) 
 
 def _gated(
     stock: Callable,
-    module: nn.Module,
+    module: Any,
     x: Tensor,
     gate: Tensor | None,
     *,
@@ -87,22 +87,20 @@ def _gated(
 
 
 def stock_mamba_rms_norm_gated(
-    stock: Callable, module: nn.Module, hidden_states: Tensor, gate: Tensor | None = None
+    stock: Callable, module: Any, hidden_states: Tensor, gate: Tensor | None = None
 ) -> Tensor:
     groups = hidden_states.shape[-1] // module.group_size
     return _gated(stock, module, hidden_states, gate, groups=groups, norm_before_gate=False, promotes=True)
 
 
 def stock_falcon_rms_norm_gated(
-    stock: Callable, module: nn.Module, hidden_states: Tensor, gate: Tensor | None = None
+    stock: Callable, module: Any, hidden_states: Tensor, gate: Tensor | None = None
 ) -> Tensor:
     first = module.norm_before_gate
     return _gated(stock, module, hidden_states, gate, groups=module.n_groups, norm_before_gate=first)
 
 
-def stock_rms_norm_gated(
-    stock: Callable, module: nn.Module, hidden_states: Tensor, gate: Tensor | None = None
-) -> Tensor:
+def stock_rms_norm_gated(stock: Callable, module: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
     activation = module.activation
     return _gated(stock, module, hidden_states, gate, norm_before_gate=True, activation=activation)
 
@@ -282,7 +280,7 @@ def stock_recurrent_kda(
     return o, initial_state if output_final_state else None
 
 
-def stock_kda_gate(stock: Callable, module: nn.Module, hidden_states: Tensor) -> Tensor:
+def stock_kda_gate(stock: Callable, module: Any, hidden_states: Tensor) -> Tensor:
     if _needs_grad(hidden_states, module.A_log, module.dt_bias, module.f_b_proj.weight):
         _stay("kda_gate", hidden_states, "no backward, and a gradient is needed")
         return stock(module, hidden_states)

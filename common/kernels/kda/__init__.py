@@ -111,7 +111,8 @@ def chunk_kda(
     state = q.new_zeros(B, H, K, v.shape[3], dtype=wide) if initial_state is None else initial_state.to(wide).clone()
     outputs = [v.new_zeros(B, 0, H, v.shape[3], dtype=wide)]
     for start in range(0, T, CHUNK):
-        o, state = _one_chunk(*(t[:, start : start + CHUNK].to(wide) for t in (q, k, v, g, beta)), state, l2norm)
+        chunk = [t[:, start : start + CHUNK].to(wide) for t in (q, k, v, g, beta)]
+        o, state = _one_chunk(*chunk, state, l2norm)  # type: ignore[arg-type, call-arg]
         outputs.append(o)
     return (torch.cat(outputs, 1) * scale).to(q.dtype), state
 

@@ -274,7 +274,8 @@ def candidates(arch: Architecture, M: int, N: int, K: int, itemsize: int, fused:
     """One or two loads a lane on NVIDIA, with at most 256 products; on Intel up to what is known not to spill."""
     vector, registers = 16 // itemsize, 128
     if arch.name == "nvidia":
-        most_n, loads = max(1, min(4, 256 // (vector * M))), (1, 2)
+        most_n = max(1, min(4, 256 // (vector * M)))
+        loads: tuple[int, ...] = (1, 2)
     else:
         most_n, columns, registers = (_XE_HPG if arch.name == "arc-a" else _XE)[M]
         vector, loads = min(vector, columns), (1,)

@@ -63,12 +63,13 @@ def _refuses(
             return f"{name} has dtype {t.dtype}; x, B and C share one of float16, bfloat16, float32"
         if t.stride(-1) != 1 and t.shape[-1] > 1:
             return f"the last dimension of {name} has stride {t.stride(-1)}, not 1"
-    for name, t in (("dt", dt), ("A_log", A_log), ("D", D), ("dt_bias", dt_bias), ("initial_state", initial_state)):
-        if t is not None and t.dtype not in _FLOATS:
-            return f"{name} has dtype {t.dtype}, not one of float16, bfloat16, float32"
-    for name, t in (("A_log", A_log), ("D", D), ("dt_bias", dt_bias)):
-        if t is not None and (t.shape != x.shape[2:3] or not t.is_contiguous()):
-            return f"{name} has shape {tuple(t.shape)}, expected ({x.shape[2]},), contiguous"
+    by_head = {"A_log": A_log, "D": D, "dt_bias": dt_bias}
+    for name, given in {"dt": dt, **by_head, "initial_state": initial_state}.items():
+        if given is not None and given.dtype not in _FLOATS:
+            return f"{name} has dtype {given.dtype}, not one of float16, bfloat16, float32"
+    for name, given in by_head.items():
+        if given is not None and (given.shape != x.shape[2:3] or not given.is_contiguous()):
+            return f"{name} has shape {tuple(given.shape)}, expected ({x.shape[2]},), contiguous"
     if B.shape[-1] > LARGEST_N:
         return f"a state of {B.shape[-1]} columns, more than {LARGEST_N}"
     if initial_state is not None and initial_state.stride(-1) != 1 and B.shape[-1] > 1:
