@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpu_ports.common.bench.case import Args, Case, Draw, sample_rows
+from xpu_ports.common.bench.case import Args, Case, Draw, count, sample_rows
 from xpu_ports.quant.mxfp4.format import BLOCK, dequantize
 from xpu_ports.quant.mxfp4.kernels.mxfp4_grouped_linear import mxfp4_grouped_linear
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import mxfp4_linear, mxfp4_linear_a4
@@ -50,6 +50,11 @@ def _grouped_flops(size: Size) -> int:
     return size["A"] * _linear_flops(size)
 
 
+def _decoded(size: Size) -> int:
+    # A value and a scale for each weight of the experts that rows are sent to.
+    return 2 * min(size["E"], size["T"] * size["A"]) * size["N"] * size["K"]
+
+
 def _other_experts(args: Args) -> int:
     """Bytes of the experts that no row was sent to."""
     _, packed, scale, experts = args
@@ -77,6 +82,7 @@ CASES = (
         tuple(f"T{T}-K4096" for T in (1, 256, 4096)),
         lambda size, draw: (draw(size["T"], size["K"]), "even"),
         sample=sample_rows,
+        elementwise=count(TK=5),
     ),
     Case(
         "mxfp4_linear",
@@ -87,6 +93,7 @@ CASES = (
         _linear_sample,
         _linear_flops,
         compiles=False,
+        elementwise=count(NK=2),
     ),
     Case(
         "mxfp4_linear_a4",
@@ -97,6 +104,7 @@ CASES = (
         _linear_sample,
         _linear_flops,
         compiles=False,
+        elementwise=count(NK=2, TK=5),
     ),
     Case(
         "mxfp4_grouped_linear",
@@ -108,5 +116,6 @@ CASES = (
         _grouped_flops,
         _other_experts,
         compiles=False,
+        elementwise=_decoded,
     ),
 )

@@ -124,6 +124,43 @@ def test_a_sample_is_what_the_reference_gives_for_it(name: str):
         assert torch.equal(sampled[0][-1], outputs[0].flatten(0, -2)[-1])
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_has_formulas_that_grow_with_its_letters(name: str):
+    """Doubling a letter takes up to eight times the operations; some letter counts, and none makes them fewer."""
+    case = CASES[name]
+    size = parse_size(SMALL[name])
+
+    def operations(size: dict[str, int]) -> int:
+        return case.flops(size) + case.elementwise(size)
+
+    assert operations(size) > 0
+    grown = [operations({**size, letter: 2 * n}) / operations(size) for letter, n in size.items()]
+    assert min(grown) >= 1
+    assert 1.9 < max(grown) <= 8
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_work_without_data_is_that_of_the_data(name: str):
+    case = CASES[name]
+    args = case.draw(SMALL[name], CPU, torch.bfloat16)
+    copies = copy_args(args)
+    outputs = flatten_outputs(case.op.reference(*copies)) + case.mutated(copies)
+    assert case.work_without_data(SMALL[name], torch.bfloat16) == case.work(SMALL[name], args, outputs)
+
+
+def test_work_of_a_size_that_does_not_fit_here():
+    work = CASES["moe_experts"].work_without_data("T1-E4096-A8-D7168-F4096", torch.bfloat16)
+    # Eight experts and the shared one, of 2 TB.
+    assert 1.0 < work.moved / (9 * 3 * 7168 * 4096 * 2) < 1.01
+
+
+def test_products_are_counted_once():
+    assert CASES["linear"].flops({"T": 3, "N": 5, "K": 7}) == 2 * 3 * 5 * 7
+    assert CASES["decode_attention"].flops({"B": 2, "H": 3, "S": 5, "K": 7, "Z": 99}) == 4 * 2 * 3 * 5 * 7
+    assert CASES["rms_norm"].elementwise({"T": 2, "N": 3}) == 4 * 2 * 3
+    assert CASES["mhc_post"].elementwise({"T": 2, "S": 4, "D": 3}) == 2 * 2 * 4 * 4 * 3 + 2 * 2 * 4 * 3
+
+
 def test_bytes_count_inputs_outputs_and_state_twice():
     case = CASES["selective_state_update"]
     args, outputs = full(case)
