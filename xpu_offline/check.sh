@@ -34,9 +34,11 @@ run() {
     grep "^FAILED\|^ERROR\| in [0-9.]*s" "$log" || tail -n 20 "$log"
 }
 export -f run
+# The longest first, so that no process is left with one of them at the end.
+longest=(tests/common/kernels/test_{kda_chunk,sparse_mla,ssd_chunk_scan}.py xpu_offline/model_sizes.py)
 {
-    echo xpu_offline/model_sizes.py
-    find tests/common/kernels tests/quant/*/kernels -name "test_*.py" | sort
+    printf '%s\n' "${longest[@]}"
+    find tests/common/kernels tests/quant/*/kernels -name "test_*.py" | sort | grep -vxFf <(printf '%s\n' "${longest[@]}")
 } | xargs -P "$processes" -I{} bash -c 'run "$@"' run {} "$@" || failed=1
 "$python" -m xpu_offline.report "$seen"/*.json --markdown docs/xpu_conformance.md --json docs/xpu_conformance.json \
     || failed=1

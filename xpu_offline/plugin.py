@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     observations = config.getoption("--xpu-observations")
-    RECORD.breadcrumb = observations.with_name(observations.name + ".compiling")
+    RECORD.keep_breadcrumbs_at(observations.with_name(observations.name + ".compiling"))
     install(RECORD, CACHE)
     dispatch.EMULATED_ON_CPU.add("triton")
     _record_comparisons()

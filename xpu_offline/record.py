@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import pathlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from xpu_offline.native import Native
 
@@ -36,10 +36,23 @@ class Record:
         self.seen: dict[tuple[str, str], Seen] = {}
         # Runs ocloc beside the tests.
         self.pool = ThreadPoolExecutor(2)
-        # Names what was being compiled, should the compiler take the process down.
-        self.breadcrumb = pathlib.Path(os.devnull)
+        # Names what was being compiled, should the compiler take the process down. It stays open: file systems write a
+        # file that was cut short to the disk when it is closed, which is slow.
+        self._breadcrumb: IO[str] = io.StringIO()
         self._recent: set[tuple[str, str]] = set()
         self._compared = True
+
+    def keep_breadcrumbs_at(self, path: pathlib.Path) -> None:
+        """Where `leave_breadcrumb` writes to, for whoever finds the process gone."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._breadcrumb = path.open("w")
+
+    def leave_breadcrumb(self, text: str) -> None:
+        """Say what comes next, instead of what was said before."""
+        self._breadcrumb.seek(0)
+        self._breadcrumb.truncate()
+        self._breadcrumb.write(text + "\n")
+        self._breadcrumb.flush()
 
     def of(self, kernel: str, architecture: str) -> Seen:
         return self.seen.setdefault((kernel, architecture), Seen())

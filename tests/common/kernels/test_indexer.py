@@ -184,7 +184,7 @@ class TestTopK:
         scores[2] = 1.0
         scores[3, 5:] = -INF
         scores[4, : S - 3] = -INF
-        run(scores, 20)
+        run(scores, 16)
 
     def test_the_sizes_of_models(self, run: Runner) -> None:
         """512 of a row of its own length, in which a decimal place decides; more than a program holds."""
