@@ -6,8 +6,9 @@ import contextlib
 import enum
 import importlib
 import importlib.util
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from xpu_ports.cli import _common
 if TYPE_CHECKING:
     from xpu_ports.quant.convert.formats import Source
     from xpu_ports.quant.convert.plan import Plan
+    from xpu_ports.quant.convert.shards import Shard
     from xpu_ports.quant.convert.writer import Job
 
 
@@ -76,7 +78,24 @@ FixScalesOption = Annotated[
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what each tensor becomes; write nothing.")]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a conversion that was stopped.")]
-JobsOption = Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Tensors converted at a time.")]
+JobsOption = Annotated[
+    int,
+    typer.Option(
+        "--jobs", metavar="N", min=1, help="Files made at a time, a process each; of fewer files, tensors at a time."
+    ),
+]
+PartOption = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        metavar="I/N",
+        help="Make the I-th of N parts, counted from 1, here or on another machine.",
+        show_default=False,
+    ),
+]
+MergeOption = Annotated[
+    bool, typer.Option("--merge", help="Make one checkpoint of the parts that lie in DST; options as theirs.")
+]
 VerifyOption = Annotated[
     bool, typer.Option("--verify", help="Read the result again: its bytes, and the error of each tensor.")
 ]
@@ -97,6 +116,8 @@ def convert(
     dry_run: DryRunOption = False,
     resume: ResumeOption = False,
     jobs: JobsOption = 1,
+    part: PartOption = None,
+    merge: MergeOption = False,
     verify: VerifyOption = False,
     shard_size: ShardSizeOption = 5.0,
     verbose: _common.VerboseOption = False,
@@ -113,10 +134,13 @@ def convert(
         raise _common.UserError("say what to make: --to mxfp4, --to bf16, --layout hf or --layout official")
     if to != To.MXFP4:
         _only_for_mxfp4(activations, scale_rule, ignore)
+    number = _part(part)
+    if merge and (part or resume or dry_run):
+        raise _common.UserError("--merge goes without --part, --resume and --dry-run")
     _check_source(src)
     _common.quiet_libraries(verbose)
 
-    from xpu_ports.quant.convert import writer
+    from xpu_ports.quant.convert import parts, writer
 
     source = _read(src, fix_scales)
     if layout is not None:
@@ -125,13 +149,39 @@ def convert(
         plan = _plan(source, to, activations, scale_rule, ignore or [])
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    job = writer.job(plan, dst, max(1, round(shard_size * 1e9)))
+    job = whole = writer.job(plan, dst, max(1, round(shard_size * 1e9)))
+    options = {
+        "--to": str(to),
+        "--layout": str(layout),
+        "--activations": str(activations),
+        "--scale-rule": str(scale_rule),
+        "--ignore": ", ".join(ignore or []) or "none",
+        "--fix-scales": str(fix_scales),
+        "--shard-size": str(shard_size),
+    }
+    if number is not None:
+        job = parts.part_job(whole, parts.Part(*number), options)
     if dry_run:
         _show(job)
         return
-    _write(job, resume, jobs)
+    if merge:
+        count = parts.merge(whole, options)
+        print(f"{dst}: {_size(whole.size)} in {_files(len(whole.shards))}, {count} parts merged")
+    else:
+        todo = writer.check_target(job, resume) if job is whole else parts.check_target(job, whole, resume)
+        _write(job, todo, jobs)
     if verify:
         _verify(job)
+
+
+def _part(text: str | None) -> tuple[int, int] | None:
+    """(which, of how many)."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise _common.UserError(f"--part: expected I/N with I from 1 to N, as 2/4, found {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def _only_for_mxfp4(activations: Activations, scale_rule: ScaleRule, ignore: list[str] | None) -> None:
@@ -242,21 +292,25 @@ def _show(job: Job) -> None:
     from xpu_ports.quant.convert.writer import free_bytes
 
     rows = []
-    for step in job.plan.steps:
+    for step in job.steps:
         first = step.outputs[0]
         shape = " x ".join(map(str, first.shape)) or "1"
         names = first.name if len(step.outputs) == 1 else f"{first.name}, {step.outputs[1].name.rpartition('.')[2]}"
         rows.append([names, step.label, str(first.dtype).removeprefix("torch."), shape, _size(step.bytes)])
     _common.print_table(["tensor", "how", "dtype", "shape", "bytes"], rows)
     before = sum(info.end - info.begin for info in job.plan.source.found.values())
-    after = sum(step.bytes for step in job.plan.steps)
+    after = sum(step.bytes for step in job.steps)
     print()
     print(
         f"{job.plan.source.format}, {len(job.plan.source.found)} tensors, {_size(before)} -> {len(rows)} conversions, "
-        f"{_size(after)} in {len(job.shards)} {'file' if len(job.shards) == 1 else 'files'}; "
+        f"{_size(after)} in {_files(len(job.shards)).removesuffix(' of weights')}; "
         f"copied besides: {', '.join(job.copied) or 'nothing'}; "
         f"{_size(free_bytes(job.target))} free for {_size(job.size)}. Nothing was written."
     )
+
+
+def _files(count: int) -> str:
+    return f"{count} {'file' if count == 1 else 'files'} of weights"
 
 
 @contextlib.contextmanager
@@ -277,31 +331,30 @@ def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda n: bar.advance(task, n)
 
 
-def _write(job: Job, resume: bool, jobs: int) -> None:
+def _write(job: Job, todo: Sequence[Shard], jobs: int) -> None:
     import torch
 
     from xpu_ports.quant.convert import writer
 
-    todo = writer.check_target(job, resume)
+    processes = max(1, min(jobs, len(todo)))
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // jobs))
     try:
         with _progress("converting", sum(step.bytes for shard in todo for step in shard.steps)) as progress:
-            not_finite = writer.write(job, todo, jobs, progress)
+            not_finite = writer.write(job, todo, max(1, jobs // processes), progress, processes)
     finally:
         torch.set_num_threads(threads)
     for name, blocks in not_finite.items():
         print(f"warning: {name}: {blocks} blocks hold NaN or infinity, and are NaN", file=sys.stderr)
     done = f", {len(job.shards) - len(todo)} of them there already" if len(todo) < len(job.shards) else ""
-    files = "file" if len(job.shards) == 1 else "files"
-    print(f"{job.target}: {_size(job.size)} in {len(job.shards)} {files} of weights{done}")
+    print(f"{job.target}: {_size(job.size)} in {_files(len(job.shards))}{done}")
 
 
 def _verify(job: Job) -> None:
     from xpu_ports.quant.convert import verify
 
     rows, wrong, same = [], [], 0
-    with _progress("verifying", sum(step.bytes for step in job.plan.steps)) as progress:
+    with _progress("verifying", sum(step.bytes for step in job.steps)) as progress:
         for checked in verify.verify(job, progress):
             wrong += [checked.wrong] if checked.wrong else []
             if checked.relative or checked.wrong:

@@ -13,14 +13,15 @@ import itertools
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from xpu_ports.common.checkpoint import CONFIG, CheckpointError
 from xpu_ports.quant.convert.formats import MODELOPT_CONFIG, index_name
 from xpu_ports.quant.convert.plan import Plan
+from xpu_ports.quant.convert.processes import write_shards
 from xpu_ports.quant.convert.shards import (
     SHARD_BYTES,
     Shard,
@@ -32,6 +33,7 @@ from xpu_ports.quant.convert.shards import (
     write_file,
     writes,
 )
+from xpu_ports.quant.convert.steps import Step
 
 STATE = ".xpu-ports-convert.json"
 # Says what a pipeline of diffusers is made of.
@@ -53,6 +55,16 @@ class Job:
     copied: dict[str, Path]
     # The same for the same source and options alone.
     fingerprint: str
+    # The same for the same plan, whatever the source's files are like.
+    digest: str
+    # The file that is there as long as this is not done, and what it says.
+    state: str = STATE
+    begun: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        """Of its shards."""
+        return (step for shard in self.shards for step in shard.steps)
 
     @property
     def size(self) -> int:
@@ -78,24 +90,27 @@ def job(plan: Plan, target: Path, shard_bytes: int = SHARD_BYTES) -> Job:
             for output in step.outputs
         }
         index = {"metadata": {"total_size": sum(step.bytes for step in plan.steps)}, "weight_map": weight_map}
-        texts[folder + index_name(weights)] = _json(index)
+        texts[folder + index_name(weights)] = as_json(index)
     if plan.config is not None:
         # Last: a folder without it is no checkpoint.
-        texts[folder + CONFIG] = _json(plan.config)
+        texts[folder + CONFIG] = as_json(plan.config)
         copied = {} if source.alone else _beside(source.folder, folder)
     if folder:
         copied |= _beside(source.root) | _other_parts(source.root, source.part)
         texts[PIPELINE] = copied.pop(PIPELINE).read_bytes()
     files = {Path(info.file).name: Path(info.file).stat() for info in plan.source.found.values()}
-    hashed = hashlib.sha256(json.dumps(sorted((n, s.st_size, s.st_mtime_ns) for n, s in files.items())).encode())
+    hashed = hashlib.sha256()
     for step in plan.steps:
         hashed.update(f"{step.label} {getattr(step, 'scale_rule', '')} {[s.key for s in step.stored]}".encode())
     for content in (*(part.name.encode() + part.header for part in parts), *texts.values()):
         hashed.update(content)
+    digest = hashed.hexdigest()
+    hashed.update(json.dumps(sorted((n, s.st_size, s.st_mtime_ns) for n, s in files.items())).encode())
     if folder:
         # These may be large, and are not copied again.
         hashed.update(json.dumps([(n, p.stat().st_size, p.stat().st_mtime_ns) for n, p in copied.items()]).encode())
-    return Job(plan, target, tuple(parts), texts, copied, hashed.hexdigest())
+    fingerprint = hashed.hexdigest()
+    return Job(plan, target, tuple(parts), texts, copied, fingerprint, digest, begun={"fingerprint": fingerprint})
 
 
 def _beside(folder: Path, prefix: str = "") -> dict[str, Path]:
@@ -122,7 +137,8 @@ def _other_parts(root: Path, part: str) -> dict[str, Path]:
     }
 
 
-def _json(value: Any) -> bytes:
+def as_json(value: Any) -> bytes:
+    """A small file."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -132,21 +148,39 @@ def check_target(job: Job, resume: bool) -> list[Shard]:
     Raises:
         CheckpointError: it is in the source, has something in it, is of another conversion, or the disk is too small.
     """
-    source, target = job.plan.source.root.resolve(), job.target.resolve()
-    apart = target != source and source not in target.parents and target not in source.parents
-    if not apart and not (job.plan.source.alone and target != source):
-        raise CheckpointError(job.target, None, "a folder apart from the source's", f"one within the other: {source}")
-    if job.target.exists() and not job.target.is_dir():
-        raise CheckpointError(job.target, None, "a folder, or nothing yet", "a file")
+    check_place(job)
     present = sorted(path.name for path in job.target.iterdir()) if job.target.is_dir() else []
     # Killed before even the state was whole.
     present = [name for name in present if name != partial(job.target / STATE).name]
     if present and not resume:
         hint = "--resume goes on with what is there" if STATE in present else ""
         raise CheckpointError(job.target, None, "an empty folder, or none", f"{present[0]} in it", hint)
-    if present and not _is_ours(job, present):
+    if present and not is_ours(job, present):
         hint = "another source, other options, or not begun by this command"
         raise CheckpointError(job.target, None, "the same conversion, begun before", "something else", hint)
+    return to_do(job)
+
+
+def check_place(job: Job) -> None:
+    """The target is a folder, or nothing yet, apart from the source.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    source, target = job.plan.source.root.resolve(), job.target.resolve()
+    apart = target != source and source not in target.parents and target not in source.parents
+    if not apart and not (job.plan.source.alone and target != source):
+        raise CheckpointError(job.target, None, "a folder apart from the source's", f"one within the other: {source}")
+    if job.target.exists() and not job.target.is_dir():
+        raise CheckpointError(job.target, None, "a folder, or nothing yet", "a file")
+
+
+def to_do(job: Job) -> list[Shard]:
+    """The shards that are still to be made, for which there is room.
+
+    Raises:
+        CheckpointError: the disk is too small.
+    """
     todo = [shard for shard in job.shards if not is_written(job.target / shard.name, shard)]
     done = sum(shard.size for shard in job.shards if shard not in todo)
     done += sum(path.stat().st_size for name, path in job.copied.items() if _is_copied(job, name))
@@ -158,12 +192,22 @@ def check_target(job: Job, resume: bool) -> list[Shard]:
     return todo
 
 
-def _is_ours(job: Job, present: Sequence[str]) -> bool:
-    """Whether this conversion was begun in the folder, or is complete in it."""
-    if STATE in present:
+def is_ours(job: Job, present: Collection[str]) -> bool:
+    """Whether this conversion was begun in the folder, or is complete in it.
+
+    Args:
+        job: the conversion.
+        present: names of what is in the folder.
+    """
+    if job.state in present:
         with contextlib.suppress(ValueError, OSError):
-            return json.loads((job.target / STATE).read_text()) == {"fingerprint": job.fingerprint}
+            return json.loads((job.target / job.state).read_text()) == job.begun
         return False
+    return is_complete(job)
+
+
+def is_complete(job: Job) -> bool:
+    """Whether all that a conversion makes is there."""
     texts = all(
         (job.target / name).is_file() and (job.target / name).read_bytes() == text for name, text in job.texts.items()
     )
@@ -183,14 +227,17 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def write(job: Job, todo: Sequence[Shard], threads: int, progress: Callable[[int], None]) -> dict[str, int]:
+def write(
+    job: Job, todo: Sequence[Shard], threads: int, progress: Callable[[int], None], processes: int = 1
+) -> dict[str, int]:
     """Make the shards that are missing, then the small files.
 
     Args:
         job: what to write.
         todo: its shards that are not there yet.
-        threads: how many steps run at a time.
+        threads: how many steps of a shard run at a time.
         progress: told the bytes of the target that have been written since it was last told.
+        processes: how many shards are made at a time.
 
     Returns:
         Packed weight -> how many of its blocks hold NaN or infinity.
@@ -203,30 +250,33 @@ def write(job: Job, todo: Sequence[Shard], threads: int, progress: Callable[[int
     with writes(job.target):
         for folder in {(job.target / name).parent for name in itertools.chain(*names)}:
             folder.mkdir(parents=True, exist_ok=True)
-    with _locked(job):
+    with _locked(job) as lock:
         for shard in job.shards:
             if shard not in todo:
                 # Killed between its name and this.
                 steps_file(job.target / shard.name).unlink(missing_ok=True)
-        for shard in todo:
-            not_finite |= ShardWriter(job.target, shard, threads, progress).write()
+        if processes > 1:
+            not_finite = write_shards(job.target, todo, processes, threads, lock, progress)
+        else:
+            for shard in todo:
+                not_finite |= ShardWriter(job.target, shard, threads, progress).write()
         for name, path in job.copied.items():
             if "/" not in name or not _is_copied(job, name):
                 write_file(job.target / name, functools.partial(_copy, path))
         for name, text in job.texts.items():
             write_file(job.target / name, functools.partial(_put, text))
-    with writes(job.target / STATE):
-        (job.target / STATE).unlink()
+    with writes(job.target / job.state):
+        (job.target / job.state).unlink()
     return not_finite
 
 
 @contextlib.contextmanager
-def _locked(job: Job) -> Iterator[None]:
-    """The state file is there, and no other process of this command works in the folder."""
-    path = job.target / STATE
+def _locked(job: Job) -> Iterator[int]:
+    """The state file is there, and no other process of this command does the same; gives what holds the lock."""
+    path = job.target / job.state
     with writes(path):
         if not path.exists():
-            write_file(path, functools.partial(_put, _json({"fingerprint": job.fingerprint})))
+            write_file(path, functools.partial(_put, as_json(job.begun)))
         with path.open("rb") as file:
             try:
                 import fcntl
@@ -237,7 +287,7 @@ def _locked(job: Job) -> Iterator[None]:
                 pass
             except BlockingIOError:
                 raise CheckpointError(job.target, None, "one conversion at a time", "another at work") from None
-            yield
+            yield file.fileno()
 
 
 def _put(text: bytes, file: BinaryIO) -> None:

@@ -1,11 +1,12 @@
 """Run by the tests in a process of its own: kills a conversion at each of its steps, and resumes it.
 
-    python killed.py SOURCE WORK SHARD_BYTES EVERY
+    python killed.py SOURCE WORK SHARD_BYTES EVERY [PARTS]
 
 Every write of a tensor's piece, every fsync, every renaming and every removal of a file is a point to be killed at; of
 these every EVERY-th is tried.
 Each run is a child that kills itself with SIGKILL; then all files under final names must be those of an undisturbed
-run, and a second child, resuming, must make them complete. Prints how many points there were.
+run, and a second child, resuming, must make them complete. Prints how many points there were. With PARTS the conversion
+is made in parts, which are merged; the undisturbed one in one go.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from pathlib import Path
 
 import torch
 
-from xpu_ports.quant.convert import shards, writer
+from xpu_ports.quant.convert import parts, shards, writer
 from xpu_ports.quant.convert.formats import read_source
+from xpu_ports.quant.convert.parts import Part
 from xpu_ports.quant.convert.plan import ToMXFP4, plan_mxfp4
 
 
@@ -46,10 +48,19 @@ class Points:
         return counted
 
 
-def convert(job: writer.Job, points: Points, resume: bool) -> None:
+def convert(job: writer.Job, points: Points, resume: bool, count: int = 0) -> None:
     os.replace, os.fsync = points.before(os.replace), points.before(os.fsync)
     pathlib.Path.unlink = points.before(pathlib.Path.unlink)
-    writer.write(job, writer.check_target(job, resume), 1, points.pass_by)
+    if not count:
+        writer.write(job, writer.check_target(job, resume), 1, points.pass_by)
+        return
+    there = contents(job.target) if resume else {}
+    # Once merging has begun, there are no parts to go on with.
+    if not there.keys() & {writer.STATE, "config.json"}:
+        for part in (Part(i, count) for i in range(1, count + 1)):
+            one = parts.part_job(job, part, {})
+            writer.write(one, parts.check_target(one, job, resume), 1, points.pass_by)
+    parts.merge(job, {})
 
 
 def in_child(work: Callable[[], object]) -> int:
@@ -66,7 +77,7 @@ def in_child(work: Callable[[], object]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def main(source: Path, work: Path, limit: int, every: int) -> None:
+def main(source: Path, work: Path, limit: int, every: int, count: int = 0) -> None:
     torch.set_num_threads(1)
     # So that a file is gone on with, and not begun again.
     shards._SYNC_BYTES = 10_000
@@ -76,20 +87,23 @@ def main(source: Path, work: Path, limit: int, every: int) -> None:
 
     def undisturbed() -> None:
         points = Points(None)
-        convert(whole, points, resume=False)
+        convert(whole, points, False, count)
         counted.write_text(str(points.count))
 
     assert in_child(undisturbed) == 0
+    if count:
+        shutil.rmtree(whole.target)
+        assert in_child(lambda: convert(whole, Points(None), False)) == 0
     expected = contents(whole.target)
     total = int(counted.read_text())
     for point in range(0, total, every):
-        status = in_child(lambda n=point: convert(job, Points(n), resume=False))
+        status = in_child(lambda n=point: convert(job, Points(n), False, count))
         assert os.WIFSIGNALED(status), (point, status)
         assert os.WTERMSIG(status) == signal.SIGKILL
-        there = {name: content for name, content in contents(job.target).items() if not name.startswith(".")}
+        there = {name: content for name, content in contents(job.target).items() if not name.startswith((".", "part-"))}
         wrong = [name for name, content in there.items() if expected.get(name) != content]
         assert not wrong, (point, wrong)
-        assert in_child(lambda: convert(job, Points(None), resume=True)) == 0, point
+        assert in_child(lambda: convert(job, Points(None), True, count)) == 0, point
         assert contents(job.target) == expected, point
         shutil.rmtree(job.target)
     print(total)
@@ -100,4 +114,4 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
