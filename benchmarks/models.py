@@ -63,6 +63,7 @@ def main(names: list[str]) -> int:
 def _print_roof(name: str, layout: str, device: torch.device) -> None:
     """What reading each weight that a decode step at batch 1 needs would take, at the speed of a copy."""
     layouts = importlib.import_module(f"xpu_ports.models.{name}.layouts")
+    weight_reads = importlib.import_module(f"xpu_ports.models.{name}.memory").weight_reads
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -70,7 +71,8 @@ def _print_roof(name: str, layout: str, device: torch.device) -> None:
             model = ROOFS[name](layouts.layout_config(layout))
     finally:
         torch.set_default_dtype(before)
-    moved, copy = layouts.step_bytes(model, tokens=1), measure_ceilings(device).copy
+    moved = sum(weight_reads(model.config, key, 1) * weight.nbytes for key, weight in model.named_parameters())
+    copy = measure_ceilings(device).copy
     print(f"{name} {layout}: {moved / 1e9:.2f} GB a step at batch 1, at most {copy / moved:,.0f} tokens/s")
 
 

@@ -48,21 +48,3 @@ def layout_config(name: str = "flash", **overrides: Any) -> DeepseekV4Config:
     if name not in LAYOUTS:
         raise ValueError(f"no DeepSeek-V4 layout is named {name!r}; there are: {', '.join(LAYOUTS)}")
     return DeepseekV4Config(**{"rope_scaling": dict(YARN), **LAYOUTS[name], **overrides})
-
-
-def step_bytes(model: Any, tokens: int) -> int:
-    """Bytes of weights that a decode step of some tokens reads at least: of the experts those of one token.
-
-    Args:
-        model: a `DeepseekV4ForCausalLM`, not packed.
-        tokens: rows of the batch, for their embeddings.
-    """
-    config = model.config
-    experts = config.num_experts_per_tok / config.n_routed_experts
-    total = 0.0
-    for name, weight in model.named_parameters():
-        if name.startswith("mtp."):
-            continue
-        share = experts if ".mlp.experts." in name else tokens / config.vocab_size if "embed_tokens" in name else 1.0
-        total += share * weight.numel() * weight.element_size()
-    return round(total)

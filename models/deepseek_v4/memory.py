@@ -14,11 +14,15 @@ TILE = 1024
 
 def cache_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype, cache_dtype: str | None = None) -> int:
     """Bytes of the cache of `batch` sequences of `tokens` tokens, made without data."""
+    return _cache(config, batch, tokens, dtype, cache_dtype).memory()
+
+
+def _cache(config: Any, batch: int, tokens: int, dtype: torch.dtype, cache_dtype: str | None) -> DeepseekV4Cache:
     cache = DeepseekV4Cache(config, cache_dtype)
     for layer in cache.layers:
         layer.lazy_initialization(torch.empty(batch, 1, config.head_dim, dtype=dtype, device="meta"))
         layer.reserve(tokens // layer.ratio if layer.ratio else 0)
-    return cache.memory()
+    return cache
 
 
 def activation_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
@@ -32,3 +36,26 @@ def activation_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -
     keys = config.sliding_window + min(config.index_topk, tokens)
     tile = min(tokens, TILE) * config.num_attention_heads * keys * torch.float32.itemsize
     return batch * (tokens * max(attention, experts) * dtype.itemsize + tile)
+
+
+def weight_reads(config: Any, name: str, tokens: int) -> float:
+    """How often a decode step of `tokens` sequences reads a weight: of the experts those that some token chooses.
+
+    Tokens that choose at random leave a share of (1 - chosen / experts)^tokens of the experts alone.
+    """
+    if name.startswith("mtp."):
+        return 0.0
+    if ".mlp.experts." in name:
+        return 1.0 - (1.0 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
+    return tokens / config.vocab_size if name.endswith(("embed_tokens.weight", "tid2eid")) else 1.0
+
+
+def cache_reads(config: Any, batch: int, tokens: int, dtype: torch.dtype, cache_dtype: str | None = None) -> int:
+    """Bytes of the cache that a decode step reads: of the entries that an indexer scores, those that it chooses."""
+    total = 0.0
+    for layer in _cache(config, batch, tokens, dtype, cache_dtype).layers:
+        stores = layer.memory()
+        entries = tokens // layer.ratio if layer.ratio else 0
+        chosen = min(1.0, config.index_topk / entries) if entries and "index_entries" in stores else 1.0
+        total += sum(size * (chosen if name == "entries" else 1.0) for name, size in stores.items())
+    return round(total)

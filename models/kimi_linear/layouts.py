@@ -30,19 +30,3 @@ def layout_config(name: str = "48b", **overrides: Any) -> KimiLinearConfig:
     layers = LAYOUTS[name]
     kinds = ["full_attention" if i in FULL_ATTENTION else "linear_attention" for i in range(layers)]
     return KimiLinearConfig(**{"num_hidden_layers": layers, "layer_types": kinds, **overrides})
-
-
-def step_bytes(model: Any, tokens: int) -> int:
-    """Bytes of weights that a decode step of some tokens reads at least: of the experts those of one token.
-
-    Args:
-        model: a `KimiLinearForCausalLM`.
-        tokens: rows of the batch, for their embeddings.
-    """
-    config = model.config
-    experts = config.num_experts_per_tok / config.num_local_experts
-    total = 0.0
-    for name, weight in model.named_parameters():
-        share = experts if ".experts." in name else tokens / config.vocab_size if "embed_tokens" in name else 1.0
-        total += share * weight.numel() * weight.element_size()
-    return round(total)

@@ -29,3 +29,18 @@ def activation_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -
     experts = 3 * D + config.num_experts_per_tok * (2 * D + 3 * config.moe_intermediate_size)
     mlp = 3 * D + 3 * config.intermediate_size
     return batch * tokens * max(delta, latent, experts, mlp) * dtype.itemsize
+
+
+def weight_reads(config: Any, name: str, tokens: int) -> float:
+    """How often a decode step of `tokens` sequences reads a weight: of the experts those that some token chooses.
+
+    Tokens that choose at random leave a share of (1 - chosen / experts)^tokens of the experts alone.
+    """
+    if ".experts." in name:
+        return 1.0 - (1.0 - config.num_experts_per_tok / config.num_local_experts) ** tokens
+    return tokens / config.vocab_size if name.endswith("embed_tokens.weight") else 1.0
+
+
+def cache_reads(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the cache that a decode step reads and writes: all of it, windows and states twice."""
+    return cache_bytes(config, batch, tokens, dtype) + cache_bytes(config, batch, 0, dtype)

@@ -28,3 +28,21 @@ def activation_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -
     states = -(-tokens // config.chunk_size) * config.n_mamba_heads * config.mamba_headdim * config.mamba_d_state
     widest = max(tokens * width * dtype.itemsize for width in (mamba, attention, mlp))
     return batch * (widest + states * torch.float32.itemsize)
+
+
+def weight_reads(config: Any, name: str, tokens: int) -> float:
+    """How often a decode step of `tokens` sequences reads a weight: a shared block's at each of its places."""
+    if name.endswith("embed_tokens.weight"):
+        # Rows for the tokens; where there is no head of its own, all of it for the logits.
+        return tokens / config.vocab_size + float(config.tie_word_embeddings)
+    _, shared, inner = name.partition(".shared_transformer.")
+    if not shared or "adapter_list" in inner:
+        return 1.0
+    layer = int(name.partition("layers.")[2].partition(".")[0])
+    places, blocks = list(config.hybrid_layer_ids), config.num_mem_blocks
+    return float(len(places[places.index(layer) % blocks :: blocks]))
+
+
+def cache_reads(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the cache that a decode step reads and writes: all of it, windows and states twice."""
+    return cache_bytes(config, batch, tokens, dtype) + cache_bytes(config, batch, 0, dtype)
