@@ -199,7 +199,9 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
 def _files(whole: Job, unfinished: bool) -> set[str]:
     """What the shards may be called in the target, or the folder that they are in."""
     names = (name for shard in whole.shards for name in _forms(shard))
-    return {Path(name).parts[0] for name in names if unfinished or not name.endswith(".partial")}
+    found = {Path(name).parts[0] for name in names if unfinished or not name.endswith(".partial")}
+    # Of a merge that was killed before it had begun.
+    return found | {partial(whole.target / writer.STATE).name}
 
 
 def _check_foreign(folder: Path, present: Collection[str], known: Collection[str]) -> None:
@@ -235,7 +237,7 @@ def merge(whole: Job, options: Mapping[str, str]) -> int:
     complete = writer.is_complete(whole)
     if not complete:
         _check_all_there(whole, found, count)
-    known = _files(whole, unfinished=False) | {partial(whole.target / writer.STATE).name}
+    known = _files(whole, unfinished=False)
     if complete or (writer.STATE in present and writer.is_ours(whole, present)):
         known |= {writer.STATE} | {Path(name).parts[0] for name in (*whole.texts, *whole.copied)}
     _check_foreign(whole.target, present, known)

@@ -83,6 +83,33 @@ def test_shards_jobs_and_resume(cli, tmp_path: Path) -> None:
     assert "4 of them there already" in again.out
 
 
+def test_parts_and_their_merging(cli, mistake, tmp_path: Path) -> None:
+    options = ("--layout", "hf", "--shard-size", 0.001)
+    assert cli("convert", KIMI, tmp_path / "one", *options).code == 0
+    shown = cli("convert", KIMI, tmp_path / "k", *options, "--part", "2/2", "--dry-run").out
+    assert "model.norm.weight" in shown
+    assert "embed_tokens" not in shown
+    assert "files of weights" in cli("convert", KIMI, tmp_path / "k", *options, "--part", "2/2", "--verify").out
+    assert "found no 1/2; --part 1/2 makes it" in mistake("convert", KIMI, tmp_path / "k", *options, "--merge")
+    other = ("--layout", "hf", "--shard-size", 0.002, "--part", "1/2")
+    assert "made with --shard-size: expected 0.002" in mistake("convert", KIMI, tmp_path / "k", *other)
+    assert cli("convert", KIMI, tmp_path / "k", *options, "--part", "1/2").code == 0
+    merged = cli("convert", KIMI, tmp_path / "k", *options, "--merge", "--verify")
+    assert "2 parts merged" in merged.out
+    assert ", 0 wrong" in merged.out
+    one, parts = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("one", "k"))
+    assert parts == one
+
+
+def test_mistakes_about_parts(mistake, tmp_path: Path) -> None:
+    for part in ("0/2", "3/2", "2", "a/b", "1/2/3"):
+        line = mistake("convert", KIMI, tmp_path / "k", "--to", "bf16", "--part", part)
+        assert f"--part: expected I/N with I from 1 to N, as 2/4, found '{part}'" in line
+    for option in (("--part", "1/2"), ("--resume",), ("--dry-run",)):
+        line = mistake("convert", KIMI, tmp_path / "k", "--to", "bf16", "--merge", *option)
+        assert "--merge goes without --part, --resume and --dry-run" in line
+
+
 def test_verify_fails(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = verify._rows
     monkeypatch.setattr(

@@ -17,6 +17,7 @@ import pathlib
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def in_child(work: Callable[[], object]) -> int:
             work()
             code = 0
         finally:
+            if code:
+                traceback.print_exc()
             sys.stderr.flush()
             os._exit(code)
     return os.waitpid(child, 0)[1]
