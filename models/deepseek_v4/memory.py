@@ -17,6 +17,11 @@ def cache_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype, cache_
     return _cache(config, batch, tokens, dtype, cache_dtype).memory()
 
 
+def cache_pieces(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """The same: all heads share the rows and entries, so that no part of them is a rank's."""
+    return {"": cache_bytes(config, batch, tokens, dtype)}
+
+
 def _cache(config: Any, batch: int, tokens: int, dtype: torch.dtype, cache_dtype: str | None) -> DeepseekV4Cache:
     cache = DeepseekV4Cache(config, cache_dtype)
     for layer in cache.layers:

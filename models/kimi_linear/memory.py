@@ -7,15 +7,27 @@ from typing import Any
 import torch
 
 
-def cache_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the cache of `batch` sequences of `tokens` tokens: latents, windows, states."""
+def cache_pieces(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of the cache of `batch` sequences of `tokens` tokens: windows, states, latents.
+
+    Each is under the parameter whose channels or heads it has, as which it divides among ranks; latents have none.
+    """
     H, K = config.linear_num_heads, config.linear_head_dim
     window = 3 * H * K * config.linear_conv_kernel_dim * dtype.itemsize
     state = H * K * K * torch.float32.itemsize
     row = (config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize
     linear = config.layer_types.count("linear_attention")
     full = len(config.layer_types) - linear
-    return batch * (linear * (window + state) + full * tokens * row)
+    return {
+        "self_attn.conv1d.weight": batch * linear * window,
+        "self_attn.A_log": batch * linear * state,
+        "": batch * full * tokens * row,
+    }
+
+
+def cache_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the cache of `batch` sequences of `tokens` tokens."""
+    return sum(cache_pieces(config, batch, tokens, dtype).values())
 
 
 def activation_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:

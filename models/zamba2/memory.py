@@ -7,14 +7,26 @@ from typing import Any
 import torch
 
 
-def cache_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the cache of `batch` sequences of `tokens` tokens: keys and values, windows, states."""
+def cache_pieces(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of the cache of `batch` sequences of `tokens` tokens: windows, states, keys and values.
+
+    Each is under the parameter whose channels or heads it has, as which it divides among ranks.
+    """
     inner = int(config.mamba_expand * config.hidden_size)
     window = (inner + 2 * config.mamba_ngroups * config.mamba_d_state) * config.mamba_d_conv * dtype.itemsize
     state = config.n_mamba_heads * config.mamba_headdim * config.mamba_d_state * torch.float32.itemsize
     row = 2 * config.num_key_value_heads * config.attention_head_dim * dtype.itemsize
-    places = len(config.hybrid_layer_ids)
-    return batch * (config.num_hidden_layers * (window + state) + places * tokens * row)
+    layers, places = config.num_hidden_layers, len(config.hybrid_layer_ids)
+    return {
+        "mamba.conv1d.weight": batch * layers * window,
+        "mamba.A_log": batch * layers * state,
+        "self_attn.k_proj.weight": batch * places * tokens * row,
+    }
+
+
+def cache_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the cache of `batch` sequences of `tokens` tokens."""
+    return sum(cache_pieces(config, batch, tokens, dtype).values())
 
 
 def activation_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype) -> int:
