@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from xpu_ports.cli._common import DeviceOption, JsonOption, numbers, resolve_device
+from xpu_ports.cli.bench_compare import compare, roofline
+from xpu_ports.cli.bench_predict import predict
 
 app = typer.Typer(help="Measure how fast ops and models are, beside their peers.", no_args_is_help=True)
 
@@ -37,7 +39,10 @@ def ops(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write ops.jsonl and ops.png here.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="Write ops.jsonl, ops.png and roofline.png here.", show_default=False
+        ),
     ] = None,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also time torch.compile.")] = True,
     as_json: JsonOption = False,
@@ -100,3 +105,8 @@ def model(
         as_json,
         compiled,
     )
+
+
+app.command("compare")(compare)
+app.command("roofline")(roofline)
+app.command("predict")(predict)

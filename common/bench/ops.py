@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from xpu_ports.common import dispatch
 from xpu_ports.common.bench import report
 from xpu_ports.common.bench.environment import device_name, environment
+from xpu_ports.common.bench.files import ResultsError, read_results, write_lines
 from xpu_ports.common.bench.registry import find
 from xpu_ports.common.bench.run import Result, run_cases
 from xpu_ports.common.bench.timing import Plan, measure_ceilings
@@ -32,7 +34,7 @@ def bench_ops(
     Args:
         names: rows or ops; all rows for none.
         sizes: size ids; each row's own when left out (on a CPU its two smallest).
-        out: folder for ops.jsonl and ops.png (where matplotlib is installed), made when it is not there.
+        out: folder for ops.jsonl and, where matplotlib is installed, ops.png and roofline.png; made if it is not there.
         as_json: print JSON lines instead of tables.
         plan: how long to measure.
         compiled: also the references under torch.compile.
@@ -58,23 +60,27 @@ def bench_ops(
                 console.print(report.table(case.name, mine))
     finally:
         # An error of the device ends the process: what was measured before it is kept.
+        lines = list(report.records(environment(device), ceilings, groups))
         if as_json:
-            report.write_jsonl(sys.stdout, environment(device), ceilings, groups)
+            for line in lines:
+                print(json.dumps(line))
         else:
             dispatch.explain()
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            with (out / "ops.jsonl").open("w") as file:
-                report.write_jsonl(file, environment(device), ceilings, groups)
+            write_lines(out / "ops.jsonl", lines)
     if out is not None:
-        _plot(out / "ops.png", groups, device, dtype, console)
+        _plot(out, groups, device, dtype, console)
     return groups
 
 
-def _plot(path: Path, groups: list[list[Result]], device: torch.device, dtype: torch.dtype, console: Console) -> None:
+def _plot(out: Path, groups: list[list[Result]], device: torch.device, dtype: torch.dtype, console: Console) -> None:
     from xpu_ports.common.bench.plot import plot_roof_shares
+    from xpu_ports.common.bench.roofline import plot_roofline
 
     try:
-        plot_roof_shares(path, groups, f"{device_name(device)}, {dtype}".replace("torch.", ""))
+        plot_roof_shares(out / "ops.png", groups, f"{device_name(device)}, {dtype}".replace("torch.", ""))
+        plot_roofline(out / "roofline.png", read_results(out / "ops.jsonl"))
     except ImportError as missing:
         console.print(f"no picture: {missing}", highlight=False)
+    except ResultsError as nothing:
+        console.print(f"no roofline: {nothing}", highlight=False)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -111,13 +110,11 @@ def to_json(result: Result) -> dict[str, Any]:
     }
 
 
-def write_jsonl(
-    file: TextIO, environment: dict[str, Any], ceilings: Ceilings, groups: Iterable[Sequence[Result]]
-) -> None:
-    """First the environment, then the ceilings, then a line a result; each line an object with its "kind"."""
-    for record in (
-        {"kind": "environment", **environment},
-        {"kind": "ceilings", **dataclasses.asdict(ceilings)},
-        *(to_json(r) for results in groups for r in results),
-    ):
-        file.write(json.dumps(record) + "\n")
+def records(
+    environment: dict[str, Any], ceilings: Ceilings, groups: Iterable[Sequence[Result]]
+) -> Iterator[dict[str, Any]]:
+    """First the environment, then the ceilings, then a line a result; each an object with its "kind"."""
+    yield {"kind": "environment", **environment}
+    yield {"kind": "ceilings", **dataclasses.asdict(ceilings)}
+    for results in groups:
+        yield from map(to_json, results)

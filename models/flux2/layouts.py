@@ -6,7 +6,13 @@ from typing import Any
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     # FLUX.2 [dev], 32.2 B parameters: the defaults.
-    "dev": {},
+    "dev": {
+        "num_layers": 8,
+        "num_single_layers": 48,
+        "num_attention_heads": 48,
+        "joint_attention_dim": 15360,
+        "guidance_embeds": True,
+    },
     # FLUX.2 [klein] 4B, and its base model.
     "klein-4b": {
         "num_layers": 5,
