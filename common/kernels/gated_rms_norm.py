@@ -244,3 +244,85 @@ def gated_rms_norm_triton(
                 num_warps=warps,
             )
     return (y, total) if prenorm else y
+
+
+@op
+def gated_square_sum(x: Tensor, z: Tensor) -> Tensor:
+    """What a norm behind the gate sums up: the squares of x * silu(z).
+
+    For a group whose columns several devices have, each of which adds its own.
+
+    Args:
+        x: [..., N], floating point, any row strides.
+        z: [..., N], the gate before its activation; any row strides.
+
+    Returns:
+        [...] in fp32, or x's dtype where that is wider.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) * torch.nn.functional.silu(z.to(wide))).square().sum(-1)
+
+
+def _refuses_square_sum(x: Tensor, z: Tensor) -> str | None:
+    if x.shape[-1] > LARGEST_ROW:
+        return f"rows of {x.shape[-1]} elements, more than {LARGEST_ROW}"
+    return refuses_rows(x, None, z)
+
+
+@kernel
+@triton.jit
+def _gated_square_sum_kernel(
+    x_ptr,
+    z_ptr,
+    y_ptr,
+    rows,
+    n1,
+    n2,
+    stride_x_0,
+    stride_x_1,
+    stride_x_2,
+    stride_z_0,
+    stride_z_1,
+    stride_z_2,
+    N: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
+    offs_x = row_offset(offs_m, n1, n2, stride_x_0, stride_x_1, stride_x_2, DIMS)[:, None] + offs_n[None, :]
+    offs_z = row_offset(offs_m, n1, n2, stride_z_0, stride_z_1, stride_z_2, DIMS)[:, None] + offs_n[None, :]
+    x = tl.load(x_ptr + offs_x, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + offs_z, mask=mask, other=0.0).to(tl.float32)
+    # sum((x * silu(z))^2)
+    x *= z * tl.sigmoid(z)
+    tl.store(y_ptr + offs_m, tl.sum(x * x, axis=1), mask=offs_m < rows)
+
+
+@gated_square_sum.implement("triton", "xpu", "cuda", refuses=_refuses_square_sum)
+def gated_square_sum_triton(x: Tensor, z: Tensor) -> Tensor:
+    N = x.shape[-1]
+    y = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if y.numel() > 0:
+        sizes, strides = row_strides(x, z)  # type: ignore[misc]
+        arch = architecture(x.device)
+        block_m, block_n, warps = tile(arch, N, few_rows(arch, y.numel()))
+        with on_device_of(x):
+            _gated_square_sum_kernel[(cdiv(y.numel(), block_m),)](
+                x,
+                z,
+                y,
+                y.numel(),
+                sizes[1],
+                sizes[2],
+                *strides[0],
+                *strides[1],
+                N=N,
+                DIMS=dims_used(sizes),
+                BLOCK_M=block_m,
+                BLOCK_N=block_n,
+                num_warps=warps,
+            )
+    return y

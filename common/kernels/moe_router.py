@@ -76,7 +76,7 @@ def _moe_router_logits_kernel(
     n = (pid % N).to(tl.int64)
     offs_e = pid // N * BLOCK_E + tl.arange(0, BLOCK_E)
     w_ptrs = w_ptr + offs_e.to(tl.int64) * stride_w_e
-    acc = dot_rows(x_ptr + n * stride_x_n, w_ptrs, offs_e < E, D, BLOCK_K, VECTOR)
+    acc = dot_rows(x_ptr + n * stride_x_n, w_ptrs, offs_e < E, D, D, BLOCK_K, VECTOR)
     tl.store(y_ptr + n * E + offs_e, tl.sum(tl.sum(acc, axis=2), axis=0), mask=offs_e < E)
 
 

@@ -124,6 +124,8 @@ class MXFP4Experts(nn.Module):
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations is {activations!r}, expected None or 'mxfp4'")
         self.activations, self.limit = activations, limit
+        # Whether indices may be E, for an expert that another rank has.
+        self.divided = False
         self.gate_up_proj_packed, self.gate_up_proj_scale = _empty((experts, 2 * width, hidden_size), device)
         self.down_proj_packed, self.down_proj_scale = _empty((experts, hidden_size, width), device)
 
@@ -156,7 +158,7 @@ class MXFP4Experts(nn.Module):
 
         Args:
             x: [N, D].
-            indices: [N, A], int64, in [0, E).
+            indices: [N, A], int64, in [0, E), or [0, E] where experts are divided among ranks.
             weights: [N, A], fp32, what each of them counts.
 
         Returns:
@@ -168,7 +170,10 @@ class MXFP4Experts(nn.Module):
         down = self._input(h).flatten(0, 1), self.down_proj_packed, self.down_proj_scale
         y = mxfp4_grouped_linear(*down, indices.flatten()).unflatten(0, indices.shape)  # [N, A, D]
         wide = torch.promote_types(x.dtype, torch.float32)
-        return (y.to(wide) * weights[..., None].to(wide)).sum(1).to(x.dtype)
+        y = y.to(wide) * weights[..., None].to(wide)
+        if self.divided:
+            y = y.masked_fill((indices == self.down_proj_packed.shape[0])[..., None], 0.0)
+        return y.sum(1).to(x.dtype)
 
     def _input(self, x: Tensor) -> Tensor:
         """What the product sees of x."""

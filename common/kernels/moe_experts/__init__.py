@@ -49,7 +49,8 @@ def moe_experts(
         x: [N, D], floating point.
         gate_up: [E, 2 F, D] in x's dtype, the gate's rows first.
         down: [E, D, F] in x's dtype.
-        indices: [N, A], int64, in [0, E); a token's experts need not differ.
+        indices: [N, A], int64, in [0, E]; a token's experts need not differ. E is an expert that another device has: it
+            adds nothing here.
         weights: [N, A], fp32, what each of them counts.
         limit: the gate's upper bound and the bound of both signs of what it gates; None for no bounds.
         shared_gate_up: [2 S, D] in x's dtype, an expert that every token goes through, with a weight of 1; None for
@@ -63,7 +64,7 @@ def moe_experts(
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     y = torch.zeros(x.shape, dtype=wide, device=x.device)
-    for expert in indices.unique().tolist():
+    for expert in indices[indices < gate_up.shape[0]].unique().tolist():
         token, place = (indices == expert).nonzero(as_tuple=True)
         h = mlp(x[token], gate_up[expert], down[expert], limit)
         y = y.index_add(0, token, h.to(wide) * weights[token, place, None].to(wide))

@@ -52,7 +52,9 @@ def _refuses(
         "down": (down, (E, D, F2 // 2)),
     }
     if shared_gate_up is not None:
-        shapes |= {"shared_gate_up": (shared_gate_up, (F2, D)), "shared_down": (shared_down, (D, F2 // 2))}
+        # As wide as the others, or less, as a rank's part of one is.
+        S = min(shared_gate_up.shape[0], F2)
+        shapes |= {"shared_gate_up": (shared_gate_up, (S, D)), "shared_down": (shared_down, (D, S // 2))}
     for name, (t, shape) in shapes.items():
         if t is None or t.shape != shape:
             return f"{name} has shape {None if t is None else tuple(t.shape)}, expected {shape}"
@@ -70,6 +72,7 @@ def _expert(
     indices_ptr,
     a,
     offs,
+    E,
     stride_w_e,
     stride_w,
     stride_s,
@@ -77,23 +80,29 @@ def _expert(
     A: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Pointers to rows `offs` of the expert that is a token's a-th choice, or of the shared one behind the last."""
+    """Pointers to rows `offs` of the expert that is a token's a-th choice, or of the shared one behind the last.
+
+    And whether it is here: another device has expert E.
+    """
     chooses = a < A
     e = tl.load(indices_ptr + a * stride_i, mask=chooses, other=0).to(tl.int64)
     ptrs = w_ptr + e * stride_w_e + offs.to(tl.int64) * stride_w
     if SHARED:
         ptrs = tl.where(chooses, ptrs, shared_ptr + offs.to(tl.int64) * stride_s)
-    return ptrs
+    return ptrs, e < E
 
 
 @triton.jit
-def dot_rows(x_ptr, w_ptrs, mask_w, K: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr):
-    """[1, ROWS, BLOCK_K / VECTOR], which add up to w x along the last dimension; w_ptrs are [ROWS]."""
+def dot_rows(x_ptr, w_ptrs, mask_w, width, K: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr):
+    """[1, ROWS, BLOCK_K / VECTOR], which add up to w x along the last dimension; w_ptrs are [ROWS].
+
+    Rows have width columns, K at most.
+    """
     offs_k = tl.arange(0, BLOCK_K)[None, None, :]
     w_ptrs, mask_w = w_ptrs[None, :, None], mask_w[None, :, None]
     acc = tl.zeros((1, w_ptrs.shape[1], BLOCK_K // VECTOR), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        mask_k = k + offs_k < K
+        mask_k = k + offs_k < width
         # The weights first: nothing else has to come from memory.
         w = tl.load(w_ptrs + (k + offs_k), mask=mask_w & mask_k, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + (k + offs_k), mask=mask_k, other=0.0).to(tl.float32)
@@ -110,6 +119,7 @@ def _gate_up_kernel(
     indices_ptr,
     h_ptr,
     pairs,
+    E,
     limit,
     stride_x_n,
     stride_w_e,
@@ -119,6 +129,7 @@ def _gate_up_kernel(
     stride_i_a,
     D: tl.constexpr,
     F: tl.constexpr,
+    S: tl.constexpr,
     A: tl.constexpr,
     SHARED: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -126,19 +137,23 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """h = silu(g) * u, BLOCK_F columns of one token and expert; h is [N, A or A + 1, F], the shared expert's last."""
+    """h = silu(g) * u, BLOCK_F columns of one token and expert; h is [N, A or A + 1, F], the shared expert's last.
+
+    S columns are its own; the others become 0.
+    """
     choices: tl.constexpr = A + 1 if SHARED else A
     pid = tl.program_id(0)
     pair = (pid % pairs).to(tl.int64)
     n, a = pair // choices, pair % choices
+    width = F if S == F else tl.where(a < A, F, S)
     # Row 2 f of the tile is the gate's f, row 2 f + 1 what it gates.
     rows = tl.arange(0, 2 * BLOCK_F)
     offs_f = pid // pairs * BLOCK_F + rows // 2
-    w_ptrs = _expert(
-        w_ptr, shared_ptr, indices_ptr + n * stride_i_n, a, offs_f + rows % 2 * F, stride_w_e, stride_w_f, stride_s_f,
-        stride_i_a, A, SHARED,
+    w_ptrs, here = _expert(
+        w_ptr, shared_ptr, indices_ptr + n * stride_i_n, a, offs_f + rows % 2 * width, E, stride_w_e, stride_w_f,
+        stride_s_f, stride_i_a, A, SHARED,
     )  # fmt: skip
-    acc = dot_rows(x_ptr + n * stride_x_n, w_ptrs, offs_f < F, D, BLOCK_K, VECTOR)
+    acc = dot_rows(x_ptr + n * stride_x_n, w_ptrs, offs_f < tl.where(here, width, 0), D, D, BLOCK_K, VECTOR)
     g, u = tl.split(tl.reshape(tl.sum(acc, axis=2), (BLOCK_F, 2)))
     if LIMIT:
         # Not tl.clamp and the like, which would drop NaN.
@@ -159,6 +174,7 @@ def _down_kernel(
     weights_ptr,
     y_ptr,
     N,
+    E,
     stride_w_e,
     stride_w_d,
     stride_s_d,
@@ -168,6 +184,7 @@ def _down_kernel(
     stride_g_a,
     D: tl.constexpr,
     F: tl.constexpr,
+    S: tl.constexpr,
     A: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -182,11 +199,13 @@ def _down_kernel(
     indices_ptr += n * stride_i_n
     acc = tl.zeros((1, BLOCK_D, BLOCK_K // VECTOR), dtype=tl.float32)
     for a in range(choices):
-        w_ptrs = _expert(
-            w_ptr, shared_ptr, indices_ptr, a, offs_d, stride_w_e, stride_w_d, stride_s_d, stride_i_a, A, SHARED
+        w_ptrs, here = _expert(
+            w_ptr, shared_ptr, indices_ptr, a, offs_d, E, stride_w_e, stride_w_d, stride_s_d, stride_i_a, A, SHARED
         )
         weight = tl.load(weights_ptr + n * stride_g_n + a * stride_g_a, mask=a < A, other=1.0).to(tl.float32)
-        acc += weight * dot_rows(h_ptr + (n * choices + a) * F, w_ptrs, offs_d < D, F, BLOCK_K, VECTOR)
+        width = F if S == F else tl.where(a < A, F, S)
+        mask_d = offs_d < tl.where(here, D, 0)
+        acc += weight * dot_rows(h_ptr + (n * choices + a) * F, w_ptrs, mask_d, width, F, BLOCK_K, VECTOR)
     y = tl.sum(tl.sum(acc, axis=2), axis=0)
     tl.store(y_ptr + n * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=offs_d < D)
 
@@ -255,6 +274,7 @@ def _launch_gate_up(
         indices,
         h,
         N * choices,
+        gate_up.shape[0],
         0.0 if limit is None else limit,
         x.stride(0),
         *gate_up.stride()[:2],
@@ -262,6 +282,7 @@ def _launch_gate_up(
         *indices.stride(),
         D=D,
         F=F,
+        S=shared.shape[-2] // 2,
         A=indices.shape[1],
         SHARED=choices > indices.shape[1],
         LIMIT=limit is not None,
@@ -286,12 +307,14 @@ def _launch_down(h: Tensor, down: Tensor, shared: Tensor, indices: Tensor, weigh
         weights,
         y,
         N,
+        down.shape[0],
         *down.stride()[:2],
         shared.stride(-2),
         *indices.stride(),
         *weights.stride(),
         D=D,
         F=F,
+        S=shared.shape[-1],
         A=indices.shape[1],
         SHARED=choices > indices.shape[1],
         BLOCK_D=cut.rows,

@@ -52,15 +52,19 @@ def moe_experts_pytorch(
         y = torch.zeros_like(x)
     else:
         # Rows ordered by expert; nothing here waits for the device.
-        flat = indices.flatten()
+        flat, E = indices.flatten(), gate_up.shape[0]
         order = flat.argsort(stable=True)
-        sizes = torch.zeros(gate_up.shape[0], dtype=torch.int32, device=x.device)
+        sizes = torch.zeros(E + 1, dtype=torch.int32, device=x.device)
         sizes.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-        ends = sizes.cumsum(0, dtype=torch.int32)
+        # Rows of expert E, which another device has, come behind the last end: they are not computed.
+        ends = sizes[:E].cumsum(0, dtype=torch.int32)
         h = _act(F.grouped_mm(x[order // A], gate_up.mT, offs=ends), limit)  # [N A, F]
         h = F.grouped_mm(h, down.mT, offs=ends)  # [N A, D]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(N * A, device=x.device))
-        y = (h[place].unflatten(0, (N, A)).float() * weights[..., None]).sum(1)
+        # Those count nothing. The row in their place is one that is computed, or zeros where none is.
+        here = flat < E
+        h[:1].masked_fill_(ends[-1:, None] == 0, 0.0)
+        y = (h[place * here].unflatten(0, (N, A)).float() * (weights * here.view(N, A))[..., None]).sum(1)
     if shared_gate_up is not None:
         y = y + linear(_act(linear(x, shared_gate_up), limit), shared_down)
     return y.to(x.dtype)

@@ -36,10 +36,11 @@ def mxfp4_grouped_linear(x: Tensor, packed: Tensor, scale: Tensor, experts: Tens
         x: [M, K], floating point.
         packed: [E, N, K/2], uint8.
         scale: [E, N, K/32], uint8.
-        experts: [M] or [M, A], int64, in [0, E); a row's experts need not differ.
+        experts: [M] or [M, A], int64, in [0, E]; a row's experts need not differ. E is one that another device has.
 
     Returns:
-        [M, N] or [M, A, N] in x's dtype, as `mxfp4_linear` computes it. Only chosen experts' weights are read.
+        [M, N] or [M, A, N] in x's dtype, as `mxfp4_linear` computes it. Only chosen experts' weights are read. What
+        expert E would give is not computed and may be any number.
 
     Raises:
         ValueError: the shapes or dtypes do not belong together.
@@ -48,7 +49,7 @@ def mxfp4_grouped_linear(x: Tensor, packed: Tensor, scale: Tensor, experts: Tens
     M, N = x.shape[0], packed.shape[1]
     flat = experts.reshape(-1)
     y = x.new_zeros((flat.numel(), N))
-    for expert in flat.unique().tolist():
+    for expert in flat[flat < packed.shape[0]].unique().tolist():
         mine = (flat == expert).nonzero().squeeze(1)
         some = x[mine // (flat.numel() // M)]
         y[mine] = product(some, packed[expert], scale[expert], None, some)
@@ -93,8 +94,8 @@ def mxfp4_grouped_linear_triton(x: Tensor, packed: Tensor, scale: Tensor, expert
             vector.launch(x, packed, scale, None, y, 1, flat, R // M)
         return y
     # Nothing here waits for the device.
-    counts = torch.zeros(E, dtype=torch.int32, device=x.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    counts = torch.zeros(E + 1, dtype=torch.int32, device=x.device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:E]
     groups = tiles.Groups(flat.argsort(stable=True), counts.cumsum(0, dtype=torch.int32), counts, R // M)
     if arch.name == "nvidia" and cdiv(R, E) <= LARGEST_SLICED:
         fragments.launch_slices(x, packed, scale, None, y, groups=groups)

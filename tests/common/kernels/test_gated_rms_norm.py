@@ -13,7 +13,7 @@ from tests.common.ops import LAYOUTS, Runner, assert_rounded_once, normal, refus
 from xpu_ports.common import accuracy
 from xpu_ports.common.dispatch import BackendError, use_backend
 from xpu_ports.common.kernels import rms_norm as rows_module
-from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
+from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm, gated_square_sum
 from xpu_ports.common.kernels.rms_norm import LARGEST_ROW
 
 pytestmark = pytest.mark.op("gated_rms_norm")
@@ -278,3 +278,28 @@ def test_forced_without_a_backward(run: Runner) -> None:
     if run.target.backend != "reference":
         with use_backend(run.target.backend), pytest.raises(BackendError, match="no backward"):
             gated_rms_norm(x, x, None)
+
+
+@pytest.mark.op("gated_square_sum")
+@FLOATS
+@pytest.mark.parametrize("size", [dict(M=1, N=1), dict(M=17, N=127), dict(M=2, N=5120), dict(M=0, N=8)])
+def test_square_sums(run: Runner, size: dict, dtype: torch.dtype) -> None:
+    x, z, _ = inputs(*size.values(), dtype=dtype)
+    y = run(x, z)
+    assert y.dtype == torch.float32
+    gated = x.double() * z.double() / (1 + torch.exp(-z.double()))
+    torch.testing.assert_close(y.double(), (gated * gated).sum(-1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.op("gated_square_sum")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_square_sums_of_layouts(run: Runner, layout: str) -> None:
+    x, z = (normal(3, 5, 24, dtype=torch.bfloat16, layout=layout) for _ in range(2))
+    run(x, z)
+
+
+def test_refusals_of_square_sums() -> None:
+    x = torch.zeros(2, 8)
+    assert refusal(gated_square_sum, x, x) == ""
+    assert "more than" in refusal(gated_square_sum, *[torch.zeros(1, LARGEST_ROW + 1)] * 2)
+    assert "float64" in refusal(gated_square_sum, x.double(), x.double())

@@ -77,6 +77,24 @@ def test_sizes(experts: Runner, size: dict, shares: bool, limit: float | None, d
     torch.testing.assert_close(oracle, over_all(**given), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("elsewhere", ["some", "all"])
+def test_experts_of_another_device_add_nothing(experts: Runner, elsewhere: str) -> None:
+    given = arguments(SMALL, torch.bfloat16, SMALL["F"])
+    given["indices"][given["indices"] == 1 if elsewhere == "some" else ...] = SMALL["E"]
+    experts(**given)
+    here = given["indices"] < SMALL["E"]
+    counted = given | {"indices": given["indices"] * here, "weights": given["weights"] * here}
+    torch.testing.assert_close(accuracy.oracle(moe_experts.reference, **given), over_all(**counted))
+
+
+@pytest.mark.parametrize("width", [1, 8, 23])
+def test_a_shared_expert_may_be_narrower(experts: Runner, width: int) -> None:
+    """As a rank's part of one is."""
+    given = arguments(SMALL, torch.bfloat16, width)
+    assert not refusal(moe_experts, **given)
+    experts(**given)
+
+
 def test_the_limit_is_one_sided_for_the_gate() -> None:
     """Identity weights: g = x[0], u = x[1]; a gate of -9 stays, one of 9 is cut to 2, and so is what it gates."""
     gate_up, down = torch.eye(2)[None], torch.ones(1, 2, 1)
@@ -135,6 +153,23 @@ def test_layouts(experts: Runner) -> None:
 def test_the_composition_for_accelerators(size: dict, shared: int, limit: float | None) -> None:
     """torch's grouped product runs on the CPU too."""
     given = arguments(size, torch.bfloat16, shared, limit=limit)
+    oracle = accuracy.oracle(moe_experts.reference, **given)
+    accuracy.assert_close(moe_experts_pytorch(**given), moe_experts.reference(**given), oracle)
+
+
+@pytest.mark.parametrize("elsewhere", ["some", "all"])
+def test_the_composition_leaves_out_experts_of_another_device(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(MANY, torch.bfloat16)
+    given["indices"][given["indices"] == 1 if elsewhere == "some" else ...] = MANY["E"]
+    product = F.grouped_mm
+
+    def rest_undefined(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        # What a device leaves in rows behind the last group.
+        end = int(offs[-1])
+        y = product(x, w, offs=offs)
+        return torch.where(torch.arange(len(y))[:, None] < end, y, torch.nan)
+
+    monkeypatch.setattr(F, "grouped_mm", rest_undefined)
     oracle = accuracy.oracle(moe_experts.reference, **given)
     accuracy.assert_close(moe_experts_pytorch(**given), moe_experts.reference(**given), oracle)
 

@@ -223,6 +223,8 @@ def _sliced_kernel(
         first, end = tile * (8 * GROUPS), rows
     elif GROUPED == 1:
         expert = tl.load(order_ptr + tile).to(tl.int64)
+        if expert >= E:
+            return
         first, end = tile, tile + 1
     else:
         expert, first, end = _find_rows(tile, tile_ends_ptr, row_ends_ptr, E, BLOCK_E, 8 * GROUPS)
@@ -330,7 +332,7 @@ def launch_slices(
     E, order, row_ends, tile_ends, mode = 1, x, x, x, 0
     M = rows
     if experts is not None:
-        order, mode, M = experts, 1, 1
+        E, order, mode, M = packed.shape[0], experts, 1, 1
     elif groups is not None:
         E, mode = packed.shape[0], 2
         order, row_ends, share = groups.order, groups.row_ends, groups.share
@@ -368,7 +370,7 @@ def launch_slices(
             PARTS=PARTS[x.dtype],
             BIAS=bias is not None,
             GROUPED=mode,
-            BLOCK_E=next_power_of_2(E),
+            BLOCK_E=next_power_of_2(E) if mode == 2 else 1,
             WARPS=cut.warps,
             PAIRS=cut.pairs,
             GROUPS=block_m // 8,

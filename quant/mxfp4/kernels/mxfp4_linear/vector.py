@@ -65,6 +65,7 @@ def _vector_kernel(
     stride_s_e,
     stride_s_n,
     share,
+    E,
     K: tl.constexpr,
     DIMS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -85,6 +86,9 @@ def _vector_kernel(
     scale_ptrs = scale_ptr + at_n[:, None] * stride_s_n + offs_b[None, :]
     if GROUPED:
         expert = tl.load(experts_ptr + row).to(tl.int64)
+        if expert >= E:
+            # Another device has it.
+            return
         words_ptrs += expert * stride_w_e
         scale_ptrs += expert * stride_s_e
         x_at = row_offset(offs_m // share, n1, n2, stride_x_0, stride_x_1, stride_x_2, DIMS)
@@ -166,6 +170,7 @@ def launch(
             scale.stride(0) if grouped else 0,
             scale.stride(-2),
             share,
+            packed.shape[0],
             K=K,
             DIMS=dims_used(sizes),
             BIAS=bias is not None,

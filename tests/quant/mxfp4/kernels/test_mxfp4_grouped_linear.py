@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.common.ops import Runner, Target, normal, refusal
 from xpu_ports.common import tritonlib
 from xpu_ports.common.device import use_architecture
+from xpu_ports.common.dispatch import use_backend
 from xpu_ports.quant.mxfp4.format import dequantize, quantize
 from xpu_ports.quant.mxfp4.kernels import mxfp4_grouped_linear as module
 from xpu_ports.quant.mxfp4.kernels.mxfp4_grouped_linear import mxfp4_grouped_linear
@@ -62,6 +63,17 @@ def test_experts_that_nobody_chose_are_not_read(grouped: Runner, M: int) -> None
     scale[1:3] = 255
     experts = choices(M, 2, 2) * 3
     assert grouped(torch.randn(M, 64).bfloat16(), packed, scale, experts).isfinite().all()
+
+
+@pytest.mark.parametrize("M", [2, 40])
+def test_other_rows_do_not_mind_an_expert_of_another_device(target: Target, M: int) -> None:
+    x, weights, experts = torch.randn(M, 64).bfloat16(), weights_of(4, 9, 64), choices(M, 2, 5)
+    experts[0] = torch.tensor([4, 1])
+    with use_backend(target.backend):
+        y = mxfp4_grouped_linear(*(t.to(target.device) for t in (x, *weights, experts))).cpu()
+    here = experts < 4
+    expected = each(x, *weights, experts * here).to(y.dtype)
+    torch.testing.assert_close(y[here], expected[here], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("M", [2, 40])
