@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from xpu_ports.common.dispatch import record
-from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm, total_dtype
+from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm, gated_square_sum, total_dtype
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm
 from xpu_ports.common.kernels.skinny_linear import adapted_linears, linear, norm_linear
 
@@ -63,7 +64,13 @@ def is_plain(module: nn.Module) -> bool:
     """Whether a module's weights may be used without calling it: an ordinary linear layer or norm, without hooks."""
     if type(module) not in (nn.Linear, RMSNorm):
         return False
-    return not (module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
+    # Tensor parallelism, transformers' or ours, gives a layer another forward.
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in module.__dict__
+        or hasattr(module, "_hf_hook")
+    )
 
 
 def record_apart(op: str, x: Tensor, *modules: nn.Module) -> None:
@@ -131,7 +138,14 @@ class Mixer2RMSNormGated(nn.Module):
         self.n_groups = full_n_groups
         self.variance_epsilon = eps
         self.use_rms_norm = use_rms_norm
+        # Where one group is divided: the ranks that hold it, and its columns on all of them.
+        self.ranks_of_group: dist.ProcessGroup | None = None
+        self.columns_of_group = self.group_size
         self.register_parameter("weight", nn.Parameter(torch.ones(full_hidden_size)) if use_rms_norm else None)
+
+    def share_groups(self, ranks: dist.ProcessGroup, columns: int) -> None:
+        """Hold a part of one group from here on: all that there is here belongs to it, and ranks hold its columns."""
+        self.ranks_of_group, self.columns_of_group = ranks, columns
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Gate and normalize x.
@@ -145,7 +159,19 @@ class Mixer2RMSNormGated(nn.Module):
         if not self.use_rms_norm:
             wide = torch.promote_types(x.dtype, torch.float32)
             return (x.to(wide) * nn.functional.silu(gate.to(wide))).to(x.dtype)
-        return gated_rms_norm(x, gate, self.weight, self.variance_epsilon, self.group_size)
+        y = gated_rms_norm(x, gate, self.weight, self.variance_epsilon, self.group_size)
+        return y if self.ranks_of_group is None else (y * self._of_all_ranks(x, gate)).to(y.dtype)
+
+    def _of_all_ranks(self, x: Tensor, gate: Tensor) -> Tensor:
+        """[..., 1]: what makes a norm by the mean square of this rank's columns one by that of the whole group's.
+
+        The mean square is in a factor of the whole row, so the norm's own op runs here as it does on one rank.
+        """
+        own = gated_square_sum(x, gate)
+        total = own.clone()
+        dist.all_reduce(total, group=self.ranks_of_group)
+        eps = self.variance_epsilon
+        return ((own / x.shape[-1] + eps) / (total / self.columns_of_group + eps)).sqrt()[..., None]
 
     def extra_repr(self) -> str:
         return f"groups={self.n_groups} of {self.group_size}, eps={self.variance_epsilon}"

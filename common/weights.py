@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from xpu_ports.common.checkpoint import (
@@ -56,6 +57,8 @@ from xpu_ports.common.configuration import (
     warn_of,
 )
 from xpu_ports.common.conversion import Fuse, Rename, Rule, Split, weight_transforms
+from xpu_ports.common.parallel import Part, Planner, divide, whole_tensors
+from xpu_ports.common.sharded import opened, part_of_source
 
 __all__ = [
     "CheckpointError",
@@ -132,6 +135,8 @@ class _Assignment:
     sources: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     # Model key -> the conversion that makes it, and maybe others.
     converters: dict[str, WeightConverter] = field(default_factory=dict)
+    # File key -> which of the conversion's source patterns it is of.
+    patterns: dict[str, str] = field(default_factory=dict)
     # File keys that make nothing.
     unused: list[str] = field(default_factory=list)
 
@@ -142,7 +147,7 @@ def check_tensors(
     file: str | os.PathLike,
     transforms: Sequence[WeightTransform] = (),
     any_shape: bool = False,
-) -> None:
+) -> _Assignment:
     """Check that a checkpoint holds what a model expects, all of it and nothing else.
 
     Args:
@@ -152,11 +157,17 @@ def check_tensors(
         transforms: how transformers' loader will rename and convert them.
         any_shape: the caller accepts tensors of other shapes, which are then left out.
 
+    Returns:
+        Which tensors make which.
+
     Raises:
         CheckpointError: the first tensor that is missing, unused, stored twice, of the wrong shape or kind of dtype,
             or different from one it is tied to; with the number of others like it and the closest name.
     """
     expected = model.state_dict()
+    for name, part in getattr(model, "_parts", {}).items():
+        # Files have all of what is one rank's part here.
+        expected[name] = torch.empty(part.shape, dtype=expected[name].dtype, device="meta")
     groups = tied_groups(model)
     plan = _assign(model, expected, found, transforms)
     made = _convert(model, expected, plan, found)
@@ -174,6 +185,7 @@ def check_tensors(
             info.file or file, unused[0], f"no such tensor in {type(model).__name__}", describe(info), hint
         )
     _check_ties(groups, plan, found)
+    return plan
 
 
 def _assign(
@@ -206,6 +218,7 @@ def _assign(
             converter = plan.converters.setdefault(name, deepcopy(of_pattern[pattern]))
             empty: Any = on_meta(found[key])
             converter.add_tensor(name, key, pattern, empty)
+            plan.patterns[key] = pattern
     return plan
 
 
@@ -330,11 +343,13 @@ class StrictLoading(PreTrainedModel):
     A subclass may set:
         _config_checks: which configurations it can run.
         _weight_rules: how names and tensors of another layout become its own; saved in that layout.
+        _parallel_plan: how its layers are divided among ranks; without one it runs on one.
         _keys_to_ignore_on_load_unexpected: a dict, pattern -> why such tensors of a file may be left out.
     """
 
     _config_checks: ConfigChecks | None = None
     _weight_rules: tuple[Rule, ...] = ()
+    _parallel_plan: Planner | None = None
 
     def __init__(self, config: PreTrainedConfig, *inputs: Any, **kwargs: Any) -> None:
         if self._config_checks is not None:
@@ -365,6 +380,11 @@ class StrictLoading(PreTrainedModel):
             OSError: the Hub does not have it, or cannot be reached.
         """
         path = pretrained_model_name_or_path
+        asked = {name: kwargs.pop(name) for name in ("tp_plan", "tp_size") if kwargs.get(name) is not None}
+        if asked and kwargs.get("distributed_config") is not None:
+            raise ValueError(f"{' and '.join(asked)} are in distributed_config: pass one or the other")
+        if asked:
+            kwargs["distributed_config"] = DistributedConfig(**asked)
         try:
             _check_before(cls, path, config, kwargs)
             load: Callable[..., Any] = super().from_pretrained
@@ -387,10 +407,78 @@ class StrictLoading(PreTrainedModel):
         if not args and kwargs.get("expected_keys") is None:
             rules = weight_transforms(model._weight_rules)
             load_config = replace(load_config, weight_mapping=[*rules, *(load_config.weight_mapping or ())])
+            parts = getattr(model, "_parts", None)
             if _comparable(model, load_config):
                 file, found = _found(state_dict, checkpoint_files, load_config.sharded_metadata)
-                check_tensors(model, found, file, load_config.weight_mapping, load_config.ignore_mismatched_sizes)
+                any_shape = load_config.ignore_mismatched_sizes and parts is None
+                plan = check_tensors(model, found, file, load_config.weight_mapping, any_shape)
+                if parts is not None:
+                    return _load_parts(model, plan, state_dict, checkpoint_files, load_config)
+            elif parts is not None:
+                raise ValueError("ranks load their parts of safetensors files, of dense or MXFP4 weights")
         return _LOAD(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+        """Called by transformers with the model on the meta device: makes it this rank's.
+
+        Raises:
+            ValueError: another kind of parallelism, or a plan of the caller's own, is asked for.
+        """
+        if mesh_manager is None or cls._parallel_plan is None:
+            return super().maybe_distribute_model(model, distributed_config, mesh_manager)
+        asked = {name: getattr(distributed_config, name) for name in ("fsdp_size", "dp_replicate_size", "pp_size")}
+        others = [f"{name}={size}" for name, size in asked.items() if (size or 1) > 1]
+        if distributed_config.ep_size not in (1, distributed_config.tp_size):
+            others.append(f"ep_size={distributed_config.ep_size}")
+        if others:
+            raise ValueError(f"{cls.__name__} runs with tp_size, experts divided by the same ranks, not {others[0]}")
+        if distributed_config.tp_plan not in (None, "auto"):
+            raise ValueError(f"{cls.__name__} has a plan of its own for any number of ranks: pass tp_plan='auto'")
+        model.config.distributed_config = distributed_config
+        model._mesh_manager, model._tp_size = mesh_manager, distributed_config.tp_size
+        model._device_mesh = mesh_manager.get_mesh(("pp", "fsdp", "tp"))
+        divide(model, cls._parallel_plan, mesh_manager.get_mesh("tp").get_group())
+        return model
+
+    def gather_sharded_state_dict_for_save(
+        self, model_to_save: Any, state_dict: Any, distributed_config: Any, *, save_on_this_rank: bool = True
+    ) -> Any:
+        """Called by `save_pretrained`: whole tensors of those that are divided. All ranks call it, one writes."""
+        planner = type(model_to_save)._parallel_plan
+        if planner is None or getattr(model_to_save, "_parts", None) is None:
+            return super().gather_sharded_state_dict_for_save(
+                model_to_save, state_dict, distributed_config, save_on_this_rank=save_on_this_rank
+            )
+        group = model_to_save._mesh_manager.get_mesh("tp").get_group()
+        return whole_tensors(model_to_save, planner, state_dict, group, save_on_this_rank)
+
+
+def _load_parts(model: Any, plan: _Assignment, state_dict: Any, files: Any, load_config: Any) -> Any:
+    """Load one rank's parts: nothing else is read."""
+    parts: dict[str, Part | None] = {}
+    for name, keys in plan.sources.items():
+        if name not in model._parts:
+            continue
+        rule = getattr(plan.converters.get(name), "rule", None)
+        counts: dict[str, int] = defaultdict(int)
+        for key in keys:
+            if rule is None:
+                parts[key] = model._parts[name]
+                continue
+            pattern = plan.patterns[key]
+            if pattern not in rule.file:
+                raise ValueError(f"{key} makes several parameters, which are not divided among ranks yet")
+            source = rule.file.index(pattern)
+            parts[key] = part_of_source(model._parts[name], rule, source, counts[pattern])
+            counts[pattern] += 1
+    read = [0]
+    with opened(state_dict, files, parts, read) as tensors:
+        result = _LOAD(model, tensors, files, load_config)
+    model.requires_grad_(False)
+    model.bytes_read = read[0]
+    logger.info("read %d bytes of the files", read[0])
+    return result
 
 
 def _comparable(model: PreTrainedModel, load_config: Any) -> bool:

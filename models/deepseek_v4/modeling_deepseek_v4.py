@@ -49,6 +49,7 @@ from xpu_ports.common.sequence import mask_of_tokens
 from xpu_ports.models.deepseek_v4.caching import ROLLBACK, DeepseekV4Cache, DeepseekV4CacheLayer
 from xpu_ports.models.deepseek_v4.capture import DeepseekV4StepGraph
 from xpu_ports.models.deepseek_v4.configuration_checks import DEEPSEEK_V4_CHECKS
+from xpu_ports.models.deepseek_v4.parallel import parallel_plan
 from xpu_ports.models.deepseek_v4.published import (
     checkpoint_config,
     dense_weights,
@@ -447,6 +448,7 @@ class DeepseekV4MTPLayer(DeepseekV4DecoderLayer):
 class DeepseekV4PreTrainedModel(PackedLoading, PreTrainedModel):
     config: DeepseekV4Config
     _config_checks = DEEPSEEK_V4_CHECKS
+    _parallel_plan = staticmethod(parallel_plan)
     config_class = DeepseekV4Config
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

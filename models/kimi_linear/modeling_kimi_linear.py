@@ -41,6 +41,7 @@ from xpu_ports.common.kernels.moe_router import moe_router_logits, moe_sigmoid_r
 from xpu_ports.common.modules import FusedRMSNormGated, RMSNorm, is_plain, project, project_adapted
 from xpu_ports.common.sequence import eager_attention, last_inputs, mask_of_tokens
 from xpu_ports.models.kimi_linear.configuration_checks import KIMI_LINEAR_CHECKS, published_config
+from xpu_ports.models.kimi_linear.parallel import parallel_plan
 from xpu_ports.models.kimi_linear.weight_rules import weight_rules
 from xpu_ports.quant.loading import PackedLoading
 
@@ -311,6 +312,7 @@ class KimiLinearDecoderLayer(GradientCheckpointingLayer):
 class KimiLinearPreTrainedModel(PackedLoading, PreTrainedModel):
     config: KimiLinearConfig
     _config_checks = KIMI_LINEAR_CHECKS
+    _parallel_plan = staticmethod(parallel_plan)
     config_class = KimiLinearConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

@@ -33,17 +33,19 @@ from transformers.utils.output_capturing import capture_outputs
 
 from xpu_ports.common.generation import CapturedGeneration
 from xpu_ports.common.graph import captured_decode
-from xpu_ports.common.kernels.causal_conv1d import causal_conv1d
+from xpu_ports.common.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
 from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
 from xpu_ports.common.kernels.decode_attention import decode_attention
 from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
+from xpu_ports.common.kernels.selective_state_update import selective_state_update
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm, is_plain, project, project_adapted, record_apart
 from xpu_ports.common.sequence import eager_attention, last_inputs, mask_of_tokens
 from xpu_ports.models.zamba2.configuration_checks import ZAMBA2_CHECKS
+from xpu_ports.models.zamba2.parallel import parallel_plan
 from xpu_ports.quant.loading import PackedLoading
 
 # The published code fixes it, whatever rms_norm_eps says; every published config has the same value there.
@@ -120,11 +122,12 @@ class Zamba2MambaMixer(nn.Module):
             [B, T, D].
         """
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
-        if state is not None and zxBCdt.shape[1] == 1:
+        one = state is not None and zxBCdt.shape[1] == 1
+        if one and self.norm.ranks_of_group is None:
             return self.step(zxBCdt, cache.get_conv_state(self.layer_idx), state, mask)
         z, xBC, dt = zxBCdt.split([self.d_inner, self.d_conv, self.H], dim=-1)
-        y = self.norm(self.scan(xBC, dt, cache, state, mask), z)
-        return project(self.out_proj, y)
+        y = self.move(xBC, dt, cache, state, mask) if one else self.scan(xBC, dt, cache, state, mask)
+        return project(self.out_proj, self.norm(y, z))
 
     def step(self, zxBCdt: Tensor, conv_state: Tensor, state: Tensor, mask: Tensor | None) -> Tensor:
         """One token, the states moved in place; [B, 1, .] gives [B, 1, D]."""
@@ -145,6 +148,15 @@ class Zamba2MambaMixer(nn.Module):
             return mamba2_decode_linear(*inputs, out.weight, out.bias, self.G, GATED_NORM_EPS)[:, None]
         record_apart("mamba2_decode_linear", zxBCdt, self.out_proj)
         return self.out_proj(mamba2_decode_step(*inputs, self.G, GATED_NORM_EPS)[:, None])
+
+    def move(self, xBC: Tensor, dt: Tensor, cache: Cache, state: Tensor, mask: Tensor | None) -> Tensor:
+        """One token as far as the norm, whose group other ranks have parts of; shapes as for `scan`."""
+        conv_state = cache.get_conv_state(self.layer_idx)
+        xBC = causal_conv1d_update(conv_state, xBC, self.conv1d.weight[:, 0], self.conv1d.bias, mask)
+        x, B, C = self.heads(xBC[:, 0])
+        mask = None if mask is None else mask[:, 0]
+        y = selective_state_update(state, x, dt[:, 0], self.A_log, B, C, self.D, self.dt_bias, mask)
+        return y.flatten(1)[:, None]
 
     def scan(self, xBC: Tensor, dt: Tensor, cache: Cache | None, state: Tensor | None, mask: Tensor | None) -> Tensor:
         """A sequence or a piece of one; xBC [B, T, d_conv], dt [B, T, H], gives [B, T, d_inner]."""
@@ -363,6 +375,7 @@ class Zamba2HybridLayer(GradientCheckpointingLayer):
 class Zamba2PreTrainedModel(PackedLoading, PreTrainedModel):
     config: Zamba2Config
     _config_checks = ZAMBA2_CHECKS
+    _parallel_plan = staticmethod(parallel_plan)
     config_class = Zamba2Config
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
