@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,9 @@ HERE = "here"
 # What is worked on at once unless said otherwise.
 PREFILL = 4096
 VARIANTS = ("bf16", "mxfp4")
+FLUX2 = "flux2"
+# Tokens of text that FLUX.2 reads at most.
+TEXT = 512
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,26 @@ class Need:
 
 
 def plan(
-    checkpoint: _common.CheckpointArgument,
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CKPT", help="Folder of a checkpoint, its name on the Hub, or with --layout a model type."
+        ),
+    ],
     device: Annotated[
         str | None,
-        typer.Option("--device", metavar="CARD", help="b580, b60, max1550, ..., or here; all cards when left out."),
+        typer.Option(
+            "--device", metavar="CARD[,CARD]...", help="b580, b60, max1550, ..., or here; all cards when left out."
+        ),
+    ] = None,
+    several: Annotated[
+        str | None,
+        typer.Option(
+            "--cards", metavar="N[,N]...", help="What each of N cards has of it, sends and reads.", show_default=False
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="A released size, such as 7b: no file is read.", show_default=False)
     ] = None,
     context: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a sequence that are kept.")] = 8192,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at once.")] = 1,
@@ -57,15 +76,24 @@ def plan(
     """Tell what memory a checkpoint needs, in bf16 and in MXFP4, and which card has it.
 
     Reads the config and the headers of the weight files, of a name on the Hub these alone. Weights and caches are
-    exact, activations an estimate. Exit code 1 when nothing of it fits the card that is named.
+    exact, activations an estimate. Exit code 1 when nothing of it fits the cards that are named.
+
+    With --cards also what layers that are divided among several send each other, and roofs of tokens a second.
     """
     _common.quiet_libraries(verbose)
     wanted = cards(device)
+    counts = None if several is None else _common.numbers(several, "--cards")
+    prefill = prefill or min(context, PREFILL)
+    if counts is not None or layout is not None:
+        rows = plan_cards(checkpoint, layout, wanted, counts or [1], (context, batch, prefill, side), as_json)
+        if device is not None and not any(row["fits"] for row in rows):
+            raise typer.Exit(1)
+        return
     if is_pipeline(checkpoint):
         result = plan_pipeline(checkpoint, side)
     else:
         _common.check_checkpoint(checkpoint)
-        result = plan_model(str(Path(checkpoint).expanduser()), context, batch, prefill or min(context, PREFILL))
+        result = plan_model(str(Path(checkpoint).expanduser()), context, batch, prefill)
     result["cards"] = [fit(card, need, result) for card in wanted for need in result["needs"]]
     fits = any(row["fits"] for row in result["cards"])
     if as_json:
@@ -88,7 +116,7 @@ def cards(device: str | None) -> list[Card]:
         return list(CARDS.values())
     if device != HERE:
         try:
-            return [card(device)]
+            return [card(name.strip()) for name in device.split(",")]
         except ValueError as error:
             raise _common.UserError(f"--device: {error}") from error
     found = _common.resolve_device("auto")
@@ -140,7 +168,16 @@ def plan_model(checkpoint: str, context: int, batch: int, prefill: int) -> dict[
 
 
 def weight_bytes(model_type: str, config: Any) -> dict[str, tuple[int, int]]:
-    """(bytes of all weights, of the largest) in each form, from the config: a model without data has the shapes."""
+    """(bytes of all weights, of the largest) in each form, from the config."""
+    _, forms, _ = weight_sizes(model_type, config)
+    return {
+        name: (round(sum(size for _, size in sizes.values())), round(max(size for _, size in sizes.values())))
+        for name, sizes in forms.items()
+    }
+
+
+def weight_sizes(model_type: str, config: Any) -> tuple[Any, dict[str, dict[str, tuple[int, float]]], set[str]]:
+    """The port without data, (elements, bytes) of each of its weights in each form, and which weights are packed."""
     import copy
 
     import torch
@@ -160,12 +197,12 @@ def weight_bytes(model_type: str, config: Any) -> dict[str, tuple[int, int]]:
         model = port._from_config(config)
     model.tie_weights()
     packed = packed_keys(model, dense_layers(model))
-    forms: dict[str, list[int]] = {name: [] for name in VARIANTS}
+    forms: dict[str, dict[str, tuple[int, float]]] = {name: {} for name in VARIANTS}
     for key, info in expected_tensors(port, config).items():
         elements = math.prod(info.shape)
-        forms["bf16"].append(elements * info.dtype.itemsize)
-        forms["mxfp4"].append(elements // 2 + elements // BLOCK if key in packed else forms["bf16"][-1])
-    return {name: (sum(sizes), max(sizes)) for name, sizes in forms.items()}
+        forms["bf16"][key] = elements, elements * info.dtype.itemsize
+        forms["mxfp4"][key] = (elements, elements / 2 + elements / BLOCK) if key in packed else forms["bf16"][key]
+    return model, forms, packed
 
 
 def file_bytes(checkpoint: str) -> int | None:
@@ -204,7 +241,7 @@ def plan_pipeline(checkpoint: str, side: int) -> dict[str, Any]:
     index = read_part(checkpoint, INDEX)
     parts = {name: sizes for name in index if (sizes := part_sizes(checkpoint, name)) is not None}
     transformer, vae = (read_part(checkpoint, f"{name}/config.json") for name in ("transformer", "vae"))
-    activations = activation_bytes(transformer, vae, side, 512, torch.bfloat16)
+    activations = activation_bytes(transformer, vae, side, TEXT, torch.bfloat16)
     totals = {name: sum(size for _, size in sizes.values()) for name, sizes in parts.items()}
     forms = {"bf16": totals}
     if "quantization_config" not in transformer:
@@ -218,7 +255,7 @@ def plan_pipeline(checkpoint: str, side: int) -> dict[str, Any]:
     ]
     return {
         "checkpoint": checkpoint,
-        "model_type": "flux2",
+        "model_type": FLUX2,
         "side": side,
         "files": sum(totals.values()),
         "parts": totals,
@@ -229,20 +266,87 @@ def plan_pipeline(checkpoint: str, side: int) -> dict[str, Any]:
 
 def packed_transformer(sizes: dict[str, Size]) -> int:
     """Bytes of FLUX.2's transformer in MXFP4, of its tensors in bf16."""
-    import re
-
-    from xpu_ports.models.flux2.packed import DENSE
     from xpu_ports.quant.mxfp4.format import BLOCK
-
-    def is_dense(name: str) -> bool:
-        return any(re.match(d[3:], name) if d.startswith("re:") else name == d for d in DENSE)
 
     total = 0
     for key, (shape, size) in sizes.items():
         elements = math.prod(shape)
-        packed = len(shape) == 2 and not is_dense(key.removesuffix(".weight"))
-        total += elements // 2 + elements // BLOCK if packed else size
+        total += elements // 2 + elements // BLOCK if is_packed(key, shape) else size
     return total
+
+
+def is_packed(key: str, shape: Sequence[int]) -> bool:
+    """Whether a weight of FLUX.2's transformer is packed in MXFP4."""
+    import re
+
+    from xpu_ports.models.flux2.packed import DENSE
+
+    layer = key.removesuffix(".weight")
+    return len(shape) == 2 and not any(re.match(d[3:], layer) if d.startswith("re:") else layer == d for d in DENSE)
+
+
+# ------------------------------------------------------------------------------------------------------- several cards
+
+
+def plan_cards(
+    checkpoint: str,
+    layout: str | None,
+    wanted: Sequence[Card],
+    counts: Sequence[int],
+    sizes: tuple[int, int, int, int],
+    as_json: bool,
+) -> list[dict[str, Any]]:
+    """What each of several cards needs, printed; gives whether so many have room.
+
+    Args:
+        checkpoint: a folder, a name on the Hub, or a model type.
+        layout: a released size of the model type; None for a checkpoint.
+        wanted: cards.
+        counts: how many of them.
+        sizes: tokens of a sequence, sequences, tokens that are read at once, pixels of a picture's side.
+        as_json: one JSON object instead of tables.
+    """
+    from xpu_ports.cli import _cards
+
+    context, batch, prefill, side = sizes
+    if checkpoint == FLUX2 or (layout is None and is_pipeline(checkpoint)):
+        config = read_part(checkpoint, "transformer/config.json") if layout is None else _layout(FLUX2, layout)
+        shares, reasons = _cards.shares_of_flux2(config, counts, side, TEXT)
+        what, unit = f"flux2's transformer, a picture of {side} x {side} pixels, {TEXT} tokens of text", "step"
+    else:
+        if layout is None:
+            _common.check_checkpoint(checkpoint)
+            checkpoint = str(Path(checkpoint).expanduser())
+            model_type = _common.model_type_of(checkpoint)
+            config = _common.port(model_type).config_class.from_pretrained(checkpoint)
+        else:
+            model_type, config = checkpoint, _layout(checkpoint, layout)
+        shares, reasons = _cards.shares_of_model(model_type, config, counts, context, batch, prefill)
+        what, unit = f"{model_type}, {batch} x {context} tokens kept, {prefill} read at once", "tok"
+    rows = [_cards.verdict(card, share) for card in wanted for share in shares]
+    if as_json:
+        needs = [{**share.__dict__, "total": share.total} for share in shares]
+        _common.print_json({"what": what, "needs": needs, "whole": reasons, "cards": rows})
+        return rows
+    print(what if layout is None else f"{layout} of {what}")
+    print()
+    _cards.show(shares, wanted, reasons, unit)
+    return rows
+
+
+def _layout(model_type: str, name: str) -> Any:
+    """The config of a released size.
+
+    Raises:
+        UserError: there is no such model or size.
+    """
+    known = [*_common.supported_model_types(), FLUX2]
+    if model_type not in known:
+        raise _common.UserError(f"{model_type!r} with --layout, expected a model type: {', '.join(known)}")
+    layouts: Any = importlib.import_module(f"xpu_ports.models.{model_type}.layouts")
+    if name not in layouts.LAYOUTS:
+        raise _common.UserError(f"--layout is {name!r}, expected one of {', '.join(layouts.LAYOUTS)}")
+    return layouts.LAYOUTS[name] if model_type == FLUX2 else layouts.layout_config(name)
 
 
 # ------------------------------------------------------------------------------------------------------------- verdict

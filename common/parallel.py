@@ -235,7 +235,7 @@ def divide(model: nn.Module, planner: Planner, group: dist.ProcessGroup) -> None
         module._parameters[last] = made.setdefault(id(old), new)
     seen: set[int] = set()
     counts: dict[tuple[str, str], int] = {}
-    for pattern, module in _planned(model, plan):
+    for pattern, module in planned(model, plan):
         how = plan[pattern]
         choice, why = ("whole", how) if isinstance(how, str) else (f"1/{ranks}", _describe(how))
         said = choice, f"{replace_layer_number_by_wildcard(pattern)}: {why}"
@@ -284,7 +284,8 @@ def _names(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str]]:
                 break
 
 
-def _planned(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module]]:
+def planned(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module]]:
+    """(pattern, module) of what a plan names in a model."""
     for name, pattern in _names(model, plan):
         yield pattern, model.get_submodule(name)
 

@@ -160,3 +160,105 @@ def test_running_out_of_memory_points_here(monkeypatch: pytest.MonkeyPatch, caps
 def test_every_card_has_a_source() -> None:
     assert all(card.source and 0 < card.share <= 1 for card in CARDS.values())
     assert CARDS["b580"].usable < 11_605 << 20
+
+
+# ------------------------------------------------------------------------------------------------------- several cards
+
+
+def shares(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[tuple[str, int], dict[str, Any]]:
+    """(form, cards) -> what a card needs."""
+    return {(need["form"], need["cards"]): need for need in planned(capsys, *arguments)[1]["needs"]}
+
+
+def test_one_of_one_card_is_the_plan_of_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    _, one = planned(capsys, ZAMBA2, "--device", "b60")
+    found = shares(capsys, ZAMBA2, "--device", "b60", "--cards", 1)
+    for need in one["needs"]:
+        share = found[need["variant"], 1]
+        assert [share[k] for k in ("divided", "whole", "cache")] == [0, need["weights"], need["cache"]]
+        assert share["total"] == need["total"]
+
+
+def test_cards_follow_the_plan_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes are those of a model that is divided; what is sent, by hand."""
+    from xpu_ports.common.parallel import parts_of
+    from xpu_ports.models.kimi_linear import KimiLinearForCausalLM
+    from xpu_ports.models.kimi_linear.parallel import parallel_plan
+
+    kimi = CHECKPOINTS / "tiny-kimi-linear"
+    found = shares(capsys, kimi, "--cards", "1,2", "--context", 100, "--batch", 3)
+    model = KimiLinearForCausalLM.from_pretrained(kimi)
+    parts = parts_of(model, parallel_plan(model.config, 0, 2), 0, 2)
+    divided = whole = 0
+    for name, p in model.state_dict().items():
+        own = torch.Size(parts[name].own).numel() if name in parts else p.numel()
+        if name in parts:
+            divided += own * p.element_size()
+        else:
+            whole += own * p.element_size()
+    assert (found["bf16", 2]["divided"], found["bf16", 2]["whole"]) == (divided, whole)
+    assert divided + whole < found["bf16", 1]["whole"] < 2 * (divided + whole)
+    config = model.config
+    # A sum after each of two halves of a layer and after the embedding, and the head's columns.
+    sums = 2 * config.num_hidden_layers + 1
+    sent = sums * 2 * config.hidden_size + config.vocab_size
+    assert found["bf16", 2]["collectives"] == sums + 1
+    assert found["bf16", 2]["sent"] == 3 * sent * 2 / 2
+    # Heads' states are divided, latents are not.
+    cache = KimiLinearForCausalLM.from_pretrained(kimi)(torch.zeros(3, 100, dtype=torch.long), use_cache=True)
+    assert found["bf16", 1]["cache"] / 2 < found["bf16", 2]["cache"] < found["bf16", 1]["cache"]
+    assert cache.past_key_values is not None
+
+
+def test_layers_that_do_not_divide_are_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from xpu_ports.models.zamba2 import parallel
+
+    before = shares(capsys, ZAMBA2, "--cards", 2)["bf16", 2]
+    real = parallel.parallel_plan
+    monkeypatch.setattr(
+        parallel, "parallel_plan", lambda *sizes: {**real(*sizes), "layers.*.mamba": "three heads", "lm_head": "odd"}
+    )
+    after = shares(capsys, ZAMBA2, "--cards", 2)["bf16", 2]
+    assert after["whole"] > before["whole"]
+    assert after["cache"] > before["cache"]
+    assert after["sent"] < before["sent"]
+    assert main(["plan", str(ZAMBA2), "--cards", "2"]) == 0
+    assert "layers.*.mamba, 2 cards: whole on each card: three heads" in capsys.readouterr().out
+
+
+def test_packed_blocks_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    kimi = CHECKPOINTS / "tiny-kimi-linear"
+    found = shares(capsys, kimi, "--cards", 3)
+    assert not found["bf16", 3]["wrong"]
+    assert "begins or ends inside a block of 32" in found["mxfp4", 3]["wrong"]
+    assert main(["plan", str(kimi), "--cards", "3", "--device", "b60"]) == 0
+    assert "not divisible" in capsys.readouterr().out
+
+
+def test_roofs_of_cards() -> None:
+    from xpu_ports.cli._cards import Share, cell, seconds
+    from xpu_ports.common.cards import Link, Roofs
+
+    one = Card("one", 1, "made up", roofs=Roofs(1e9, 1e12, 1e11), link=Link("wire", 1e8, "made up"))
+    share = Share("bf16", 2, 1e8, 0, 0, 0, 1e8, moved=2e8, flops=1e10, collectives=1, sent=1e7, made=4)
+    assert seconds(one, share) == pytest.approx(0.2 + 0.1)
+    assert cell(one, share) == "13"
+    assert seconds(Card("alone", 1, "", roofs=one.roofs), share) is None
+    assert cell(one, Share("bf16", 2, 2e9, 0, 0, 0, 1e8, 1, 1, 1, 1, 1)).startswith("lacks 944.79 MiB")
+    assert cell(one, Share("bf16", 2, 1, 0, 0, 0, 1e8, 1, 1, 1, 1, 1, wrong="x")) == "not divisible"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["zamba3", "--layout", "7b"], "'zamba3' with --layout, expected a model type: deepseek_v4"),
+        (["zamba2", "--layout", "8b"], "--layout is '8b', expected one of 1.2b, 2.7b, 7b"),
+        ([str(ZAMBA2), "--cards", "0"], "--cards is '0', expected positive numbers"),
+    ],
+    ids=["model", "layout", "cards"],
+)
+def test_mistakes_about_cards(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert why in capsys.readouterr().err
