@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import enum
+import importlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xpu_ports.cli._common import DeviceOption, JsonOption, numbers, resolve_device
+from xpu_ports.cli._common import (
+    DeviceOption,
+    JsonOption,
+    UserError,
+    numbers,
+    print_json,
+    print_table,
+    resolve_device,
+)
+from xpu_ports.cli._pipeline import is_pipeline
 from xpu_ports.cli.bench_compare import compare, roofline
 from xpu_ports.cli.bench_predict import predict
+
+if TYPE_CHECKING:
+    import torch
+
+FLUX2 = "flux2"
+# Of a side of its tokens.
+PIXELS = 16
 
 app = typer.Typer(help="Measure how fast ops and models are, beside their peers.", no_args_is_help=True)
 
@@ -79,18 +96,29 @@ def model(
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Also measure the decode step through torch.compile.")
     ] = False,
+    side: Annotated[
+        int, typer.Option("--side", min=PIXELS, metavar="PIXELS", help="FLUX.2: of a square picture.")
+    ] = 1024,
+    text: Annotated[int, typer.Option("--text", min=1, metavar="N", help="FLUX.2: tokens of text.")] = 512,
+    mxfp4: Annotated[bool, typer.Option("--mxfp4", help="FLUX.2: also with packed weights.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the results here as JSONL.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure prefill and decode through `generate`: captured, eager, and transformers' own class beside them.
 
-    Launches and kernel milliseconds are those of one eager decode step. With --json one object a line.
+    Of flux2 a step of the transformer, with diffusers' class beside it. Launches and kernel milliseconds are those of
+    one eager step. With --json one object a line.
     """
     import torch
 
+    where = resolve_device(device)
+    if name == FLUX2:
+        _bench_flux2(
+            layout, checkpoint, where, getattr(torch, dtype), (side, text), (peer, compiled, mxfp4), out, as_json
+        )
+        return
     from xpu_ports.cli.bench_model import bench_model
 
-    where = resolve_device(device)
     bench_model(
         name,
         layout,
@@ -105,6 +133,53 @@ def model(
         as_json,
         compiled,
     )
+
+
+def _bench_flux2(
+    layout: str | None,
+    checkpoint: Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    beside: tuple[bool, bool, bool],
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    side, text = sizes
+    peer, compiled, mxfp4 = beside
+    if side % PIXELS:
+        raise UserError(f"--side is {side}, expected a multiple of {PIXELS} pixels, which a token has")
+    if checkpoint is not None and not is_pipeline(str(checkpoint)):
+        raise UserError(f"{checkpoint}: no pipeline of diffusers: there is no model_index.json in it")
+    try:
+        from xpu_ports.cli.bench_pictures import Options, bench_pictures
+    except ImportError as error:
+        raise UserError(f"flux2 needs diffusers: pip install 'xpu-ports[flux2]' ({error})") from error
+    options = Options(side=side // PIXELS, text=text, peer=peer, mxfp4=mxfp4, compiled=compiled)
+    bench_pictures(layout, checkpoint, device, dtype, options, out, as_json)
+
+
+@app.command("list")
+def list_all(as_json: JsonOption = False) -> None:
+    """List what can be measured: the ops' rows with their sizes and peers, and the models with their layouts."""
+    from xpu_ports.common.bench.registry import CASES
+    from xpu_ports.models import PORTS
+
+    models = [*PORTS, FLUX2]
+    layouts = {name: list(importlib.import_module(f"xpu_ports.models.{name}.layouts").LAYOUTS) for name in models}
+    if as_json:
+        rows = [
+            {"name": case.name, "op": case.op.name, "sizes": list(case.sizes), "peers": list(case.peers)}
+            for case in CASES.values()
+        ]
+        print_json({"ops": rows, "models": [{"name": name, "layouts": found} for name, found in layouts.items()]})
+        return
+    print_table(
+        ["bench ops", "sizes", "peers"],
+        [[case.name, f"{case.sizes[0]} ... {case.sizes[-1]}", ", ".join(case.peers)] for case in CASES.values()],
+    )
+    print()
+    print_table(["bench model", "--layout"], [[name, ", ".join(found)] for name, found in layouts.items()])
 
 
 app.command("compare")(compare)

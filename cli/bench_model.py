@@ -21,6 +21,7 @@ from transformers import GenerationConfig, StaticCache
 import xpu_ports.models
 from xpu_ports.common import graph
 from xpu_ports.common.bench.environment import environment
+from xpu_ports.common.bench.files import write_lines
 from xpu_ports.common.dispatch import Explanation, explain, reset_explain
 
 REPEATS = 3
@@ -39,10 +40,14 @@ class ModelResult:
     prompt: int
     prefill_s: float
     prefill_tokens_per_s: float
-    decode_tokens_per_s: float
     # Of the slowest and the fastest repetition.
+    prefill_low: float
+    prefill_high: float
+    decode_tokens_per_s: float
     decode_low: float
     decode_high: float
+    # Tokens that were decoded.
+    new: int
     # Of one decode step run eagerly; None where they were not counted.
     launches: int | None = None
     kernel_ms: float | None = None
@@ -89,6 +94,9 @@ def bench_model(
                 results.append(_measure("transformers", theirs, ids, min(new, PEER_TOKENS), count=True))
             _free(model)
     extra = [] if more is None else more(model)
+    if peer and theirs is None:
+        note = "transformers' class has its weights under other names: it is measured with --checkpoint alone"
+        extra.append({"kind": "note", "note": note})
     _report(name, layout or str(checkpoint), device, dtype, results, explain(show=False), out, as_json, extra)
 
 
@@ -105,27 +113,38 @@ def _build(
     else:
         layouts = importlib.import_module(f"xpu_ports.models.{name}.layouts")
         config = layouts.layout_config(layout or next(iter(layouts.LAYOUTS)), dtype=dtype)
-        with _default_dtype(dtype), torch.device(device):
+        with default_dtype(dtype), torch.device(device):
             model = ours(config)
     model = model.eval()
-    if not peer:
-        return model, None
+    return model, _peer(class_name, model, checkpoint, dtype, device) if peer else None
+
+
+def _peer(class_name: str, model: Any, checkpoint: Path | None, dtype: torch.dtype, device: torch.device) -> Any:
+    """transformers' model: on the memory of ours where it has the same weights, else loaded from the checkpoint.
+
+    Returns:
+        The model, or None where the weights are random and have other names or shapes than ours.
+    """
     peer_class = getattr(importlib.import_module("transformers"), class_name)
     with torch.device("meta"):
         theirs = peer_class(model.config)
+    ours = model.state_dict()
+    if {k: t.shape for k, t in ours.items()} != {k: t.shape for k, t in theirs.state_dict().items()}:
+        return None if checkpoint is None else peer_class.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
     # Buffers that no checkpoint holds, such as rotary frequencies, stay on the meta device: take ours.
-    theirs.load_state_dict(model.state_dict(), assign=True)
+    theirs.load_state_dict(ours, assign=True)
     theirs.tie_weights()
     buffers = dict(model.named_buffers())
     for key, buffer in list(theirs.named_buffers()):
         if buffer.is_meta:
             owner, _, leaf = key.rpartition(".")
             theirs.get_submodule(owner).register_buffer(leaf, buffers[key].clone(), persistent=False)
-    return model, theirs.eval()
+    return theirs.eval()
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters are made in this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -148,18 +167,15 @@ def _measure(variant: str, model: Any, ids: torch.Tensor, new: int, count: bool 
         return time.perf_counter() - start
 
     generate(3)  # compiles, captures
-    prefill = statistics.median(generate(1) for _ in range(REPEATS))
+    prefills = sorted(generate(1) for _ in range(REPEATS))
     rates = _rates(generate, batch, new)
     launches, kernel_ms = _count(model, ids) if count else (None, None)
     return ModelResult(
         variant=variant,
         batch=batch,
         prompt=prompt,
-        prefill_s=prefill,
-        prefill_tokens_per_s=batch * prompt / prefill,
-        decode_tokens_per_s=statistics.median(rates),
-        decode_low=rates[0],
-        decode_high=rates[-1],
+        new=new,
+        **_figures(batch * prompt, prefills, rates),
         launches=launches,
         kernel_ms=kernel_ms,
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
@@ -186,19 +202,30 @@ def _measure_compiled(model: Any, ids: torch.Tensor, new: int) -> ModelResult:
         return time.perf_counter() - start
 
     generate(4)  # compiles
-    prefill = statistics.median(generate(1) for _ in range(REPEATS))
+    prefills = sorted(generate(1) for _ in range(REPEATS))
     rates = _rates(generate, batch, new)
     return ModelResult(
         variant="torch.compile",
         batch=batch,
         prompt=prompt,
-        prefill_s=prefill,
-        prefill_tokens_per_s=batch * prompt / prefill,
-        decode_tokens_per_s=statistics.median(rates),
-        decode_low=rates[0],
-        decode_high=rates[-1],
+        new=new,
+        **_figures(batch * prompt, prefills, rates),
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
     )
+
+
+def _figures(tokens: int, prefills: list[float], rates: list[float]) -> dict[str, float]:
+    """The prefill of so many tokens and the rates of decoding, both from several repetitions in rising order."""
+    prefill = statistics.median(prefills)
+    return {
+        "prefill_s": prefill,
+        "prefill_tokens_per_s": tokens / prefill,
+        "prefill_low": tokens / prefills[-1],
+        "prefill_high": tokens / prefills[0],
+        "decode_tokens_per_s": statistics.median(rates),
+        "decode_low": rates[0],
+        "decode_high": rates[-1],
+    }
 
 
 def _rates(generate: Callable[[int], float], batch: int, new: int) -> list[float]:
@@ -206,9 +233,21 @@ def _rates(generate: Callable[[int], float], batch: int, new: int) -> list[float
 
     Prefill, and what the first steps set up, are in both and so in neither: on a busy host they vary by more than the
     steps take.
+
+    Raises:
+        ValueError: the difference drowns in noise.
     """
-    pairs = [(generate(FEW_TOKENS), generate(new)) for _ in range(REPEATS)]
-    return sorted(batch * (new - FEW_TOKENS) / (long - short) for short, long in pairs)
+    rates: list[float] = []
+    for _ in range(3 * REPEATS):
+        short, long = generate(FEW_TOKENS), generate(new)
+        # On a busy host the long run may be the shorter one, which says nothing.
+        if long > short:
+            rates.append(batch * (new - FEW_TOKENS) / (long - short))
+        if len(rates) == REPEATS:
+            break
+    if rates:
+        return sorted(rates)
+    raise ValueError(f"{new} tokens took no longer than {FEW_TOKENS}, several times: decode more of them with --new")
 
 
 def _count(model: Any, ids: torch.Tensor) -> tuple[int | None, float | None]:
@@ -256,22 +295,31 @@ def _report(
     as_json: bool,
     extra: list[dict[str, Any]],
 ) -> None:
-    lines = [{"model": name, "layout": what, "dtype": str(dtype).removeprefix("torch."), **environment(device)}]
-    lines += [dataclasses.asdict(r) for r in results]
+    lines: list[dict[str, Any]] = [
+        {
+            "kind": "model",
+            "model": name,
+            "layout": what,
+            "dtype": str(dtype).removeprefix("torch."),
+            **environment(device),
+        }
+    ]
+    lines += [{"kind": "generate", **dataclasses.asdict(r)} for r in results]
     lines += extra
-    lines += [{"explain": dataclasses.asdict(decision)} for decision in ledger]
+    lines += [{"kind": "explain", "explain": dataclasses.asdict(decision)} for decision in ledger]
     if as_json:
         for line in lines:
             print(json.dumps(line))
     else:
         console = Console(width=max(100, Console().width))
         console.print(_table(f"{name} {what}, {lines[0]['dtype']}", results))
+        for line in extra:
+            if line.get("kind") == "note":
+                console.print(line["note"], highlight=False)
         console.print(str(ledger), highlight=False)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         sizes = f"b{'-'.join(str(b) for b in sorted({r.batch for r in results}))}"
-        with (out / f"model-{name}-{Path(what).name}-{sizes}.jsonl").open("w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        write_lines(out / f"model-{name}-{Path(what).name}-{sizes}.jsonl", lines)
 
 
 def _table(title: str, results: list[ModelResult]) -> Table:

@@ -186,7 +186,7 @@ def of_model(
         layouts: Any = importlib.import_module("xpu_ports.models.flux2.layouts")
         if checkpoint is not None:
             return of_step(Path(checkpoint).name, read_part(checkpoint, "transformer/config.json"), wanted, picture, [])
-        name = layout or next(iter(layouts.LAYOUTS))
+        name = layout or "klein-4b"
         if name not in layouts.LAYOUTS:
             raise ValueError(f"no FLUX.2 layout is named {name!r}; there are: {', '.join(layouts.LAYOUTS)}")
         return of_step(name, layouts.LAYOUTS[name], wanted, picture, results)

@@ -19,7 +19,7 @@ from xpu_ports.common.bench.timing import Ceilings
 # Variants of a model that are other people's.
 PEERS = {"transformers", "diffusers", "diffusers compiled"}
 # Kinds of lines that say nothing that can be compared.
-_OTHERS = {"environment", "model", "ceilings", "explain"}
+_OTHERS = {"environment", "model", "ceilings", "explain", "note"}
 
 
 class ResultsError(ValueError):
@@ -160,7 +160,7 @@ def _measurements(record: dict[str, Any], results: Results, where: str) -> Itera
         yield from _generate(record, results.environment, where)
     elif kind == "step":
         yield _timing(
-            (("model", _text(record, "model", where)), *_given(record, "side", "text", "layers"),
+            (("model", _text(record, "model", where)), *_given(record, "side", "text", "layers", "dtype"),
              ("variant", _text(record, "variant", where)), ("what", "step")),
             record, where, ours=record["variant"] not in PEERS,
         )  # fmt: skip
