@@ -10,7 +10,7 @@ TORCH ?=
 CPU_TORCH := 2.13.0
 PYTEST_ARGS ?=
 
-.PHONY: help demo test lint typecheck docs wheel xpu-check xpu-test clean
+.PHONY: help demo test lint typecheck docs notebooks wheel xpu-check xpu-test clean
 
 help:
 	@echo "make demo       set up .venv, then text from tiny Zamba2 and a picture from tiny FLUX.2, demo.png"
@@ -18,6 +18,7 @@ help:
 	@echo "make xpu-check  compile every kernel for Intel GPUs and run it on this CPU (Linux, apt)"
 	@echo "make xpu-test   on a machine with an Intel GPU: the op tests on the GPU, with a report to send"
 	@echo "make docs       the documentation as a site, build/site; fails for a link that leads nowhere"
+	@echo "make notebooks  run the notebooks where they are and keep what they show"
 	@echo "make wheel      build the wheel into dist/"
 	@echo "make clean      remove the venvs and what was built"
 
@@ -64,6 +65,9 @@ docs: $(VENV)/.dev
 	@$(PY) -c 'import mkdocs, mkdocstrings_handlers.python' 2>/dev/null || $(PIP) install -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict --clean
 	@echo "build/site/index.html"
+
+notebooks: $(VENV)/.dev
+	@$(PY) notebooks/run.py
 
 xpu-check:
 	@PYTHON=$(PYTHON) bash xpu_offline/check.sh

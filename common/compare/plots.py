@@ -58,21 +58,20 @@ def plot(report: Report, folder: Path) -> dict[str, Path]:
     return made
 
 
-def _figure(title: str, width: float = 8.0) -> tuple[Any, Any, Any]:
-    import matplotlib
+def _figure(title: str, width: float = 8.0) -> tuple[Any, Any]:
+    # Without pyplot, whose back end belongs to the caller: a notebook's plots go on showing.
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(width, 4.2), layout="constrained")
+    figure = Figure(figsize=(width, 4.2), layout="constrained")
+    axis = figure.add_subplot()
     axis.set_title(title, loc="left", fontsize=11, wrap=True)
+    axis.set_axisbelow(True)
     axis.grid(True, axis="y", linewidth=0.4, alpha=0.6)
-    return plt, figure, axis
+    return figure, axis
 
 
-def _save(plt: Any, figure: Any, path: Path) -> Path:
+def _save(figure: Any, path: Path) -> Path:
     figure.savefig(path, dpi=120)
-    plt.close(figure)
     return path
 
 
@@ -82,7 +81,7 @@ def _shown(values: Sequence[float]) -> list[float]:
 
 def _layers(section: Section, path: Path) -> Path:
     layers: list[LayerError] = section.layers
-    plt, figure, axis = _figure(f"Error by layer, {section.title}", max(8.0, 3.0 + 0.16 * len(layers)))
+    figure, axis = _figure(f"Error by layer, {section.title}", max(8.0, 3.0 + 0.16 * len(layers)))
     places = [layer.layer for layer in layers]
     lines: list[tuple[str, list[Any]]] = [
         ("by itself, on the reference's input", [layer.error for layer in layers]),
@@ -106,11 +105,11 @@ def _layers(section: Section, path: Path) -> Path:
     axis.set_ylabel("relative error" + (f" (0 drawn as {FLOOR:g})" if zeros else ""))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
-    return _save(plt, figure, path)
+    return _save(figure, path)
 
 
 def _positions(sections: Sequence[Section], path: Path) -> Path:
-    plt, figure, axis = _figure("KL divergence by position, mean over windows and a few positions")
+    figure, axis = _figure("KL divergence by position, mean over windows and a few positions")
     for section, style in zip(sections, STYLES * len(sections), strict=False):
         values = section.kl_by_position
         few = max(1, len(values) // BINS)
@@ -119,13 +118,14 @@ def _positions(sections: Sequence[Section], path: Path) -> Path:
         axis.plot(places, _shown([sum(g) / len(g) for g in groups]), label=section.title, markersize=4, **style)
     axis.set_yscale("log")
     axis.set_xlabel("position in the window")
-    axis.set_ylabel("nats")
+    zeros = any(v < FLOOR for section in sections for v in section.kl_by_position)
+    axis.set_ylabel("nats" + (f" (less drawn as {FLOOR:g})" if zeros else ""))
     axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1, frameon=False)
-    return _save(plt, figure, path)
+    return _save(figure, path)
 
 
 def _histogram(histograms: Sequence[tuple[str, dict[str, int]]], path: Path) -> Path:
-    plt, figure, axis = _figure("Differences of logits, by size")
+    figure, axis = _figure("Differences of logits, by size")
     used = [n for n in histograms[0][1] if any(h[n] for _, h in histograms)]
     width = 0.8 / len(histograms)
     for i, (label, counts) in enumerate(histograms):
@@ -140,11 +140,11 @@ def _histogram(histograms: Sequence[tuple[str, dict[str, int]]], path: Path) -> 
     axis.set_xlabel("difference")
     axis.set_ylabel("% of all logits")
     axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=1, frameon=False)
-    return _save(plt, figure, path)
+    return _save(figure, path)
 
 
 def _steps(curves: Sequence[tuple[str, Sequence[float]]], path: Path) -> Path:
-    plt, figure, axis = _figure("Relative error of the latents after each step")
+    figure, axis = _figure("Relative error of the latents after each step")
     for (label, values), style in zip(curves, STYLES * len(curves), strict=False):
         axis.plot(range(1, len(values) + 1), _shown(values), label=label, markersize=5, **style)
     axis.set_yscale("log")
@@ -152,4 +152,4 @@ def _steps(curves: Sequence[tuple[str, Sequence[float]]], path: Path) -> Path:
     axis.set_ylabel("relative error")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1, frameon=False)
-    return _save(plt, figure, path)
+    return _save(figure, path)
