@@ -184,8 +184,6 @@ def _op(record: dict[str, Any], where: str) -> Iterator[Measurement]:
     ours, note, right = bool(record.get("ours")), str(record.get("note") or ""), record.get("within_budget") is True
     for name, what in (("graph", "graph"), ("eager", "call")):
         timing = record.get(name)
-        if timing is None and (name == "graph" or record.get("graph") is not None):
-            continue
         if timing is None:
             yield Measurement((*key, ("what", what)), "s", None, None, None, ours, where, note or "no time", right)
             continue
