@@ -62,7 +62,7 @@ typecheck: $(VENV)/.dev
 	@$(PY) -m mypy
 
 docs: $(VENV)/.dev
-	@$(PY) -c 'import mkdocs, mkdocstrings_handlers.python' 2>/dev/null || $(PIP) install -e '.[docs]'
+	@$(PY) -c 'import mkdocs, mkdocstrings_handlers.python, nbconvert' 2>/dev/null || $(PIP) install -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict --clean
 	@echo "build/site/index.html"
 
