@@ -224,7 +224,8 @@ def _name_slopes(axis: Any, slopes: Sequence[tuple[float, float, str, bool]]) ->
         x = math.sqrt(5.0 * top / slope)
         axis.annotate(
             name, (x, slope * x), xytext=(-4, 4) if above else (5, -5), textcoords="offset points", fontsize=8,
-            rotation=angle, rotation_mode="anchor", ha="center", va="bottom" if above else "top", zorder=4,
+            rotation=angle, rotation_mode="anchor", ha="center", va="bottom" if above else "top",
+            zorder=4, bbox=_BACKGROUND,
         )  # fmt: skip
 
 
