@@ -12,7 +12,7 @@ experts of a token, F MLP width, r tokens of a compressed entry, C indexer's hea
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import DeepseekV4Config, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
@@ -102,6 +103,31 @@ class Step:
     # cos and sin, [B, T, rope / 2], by kind of layer.
     rotations: dict[str, tuple[Tensor, Tensor]]
     entries: dict[str, Entries]
+    # The same on other devices, where some layers are.
+    copies: dict[torch.device, Step] = field(default_factory=dict, repr=False)
+
+    def to(self, device: Any, **kwargs: Any) -> Step:
+        """The same on another device, moved there once: accelerate's hooks ask a layer's arguments for it."""
+        device = torch.device(device)
+        if device == self.start.device:
+            return self
+        if device not in self.copies:
+            moved = {f.name: _moved(getattr(self, f.name), device, kwargs) for f in fields(self) if f.name != "copies"}
+            self.copies[device] = Step(**moved)
+        return self.copies[device]
+
+
+def _moved(value: Any, device: torch.device, kwargs: dict[str, Any]) -> Any:
+    """What a step holds, with its tensors on another device."""
+    if isinstance(value, Tensor):
+        return value.to(device, **kwargs)
+    if isinstance(value, dict):
+        return {key: _moved(item, device, kwargs) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_moved(item, device, kwargs) for item in value)
+    if isinstance(value, Entries):
+        return Entries(*(_moved(getattr(value, f.name), device, kwargs) for f in fields(value)))
+    return value
 
 
 class DeepseekV4Projection(nn.Module):
@@ -125,6 +151,8 @@ class DeepseekV4Compressor(nn.Module):
         self.position_bias = nn.Parameter(torch.zeros(self.ratio, columns, dtype=torch.float32))
         self.kv_norm = RMSNorm(width, eps=config.rms_norm_eps)
 
+    # Their weights are read here, so their own forward, and accelerate's hook on it, does not run.
+    @force_accelerate_hooks(["kv_gate_proj", "kv_norm"])
     def insert(self, x: Tensor, step: Step, state: Tensor, store: Tensor, index: bool) -> Tensor:
         """Put the entries that x [B, T, D] closes into a store; [B, NW, width], as it holds them."""
         # In fp32, as trained: a softmax over few tokens is as exact as its scores.
@@ -240,8 +268,13 @@ class DeepseekV4Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(self.H, dtype=torch.float32))
         self.compressor = None if kind == SLIDING else DeepseekV4SelfCompressor(config, kind)
 
+    # Their weights are read here, so their own forward, and accelerate's hook on it, does not run.
+    @force_accelerate_hooks(["kv_norm", "o_a_proj"])
     def forward(self, x: Tensor, step: Step, layer: DeepseekV4CacheLayer) -> Tensor:
         """Attend over the past; [B, T, D] of x [B, T, D], whose rows and entries go into the layer's cache."""
+        if not layer.is_initialized:
+            # Where this layer is, which may be another device than that of the first.
+            layer.lazy_initialization(x)
         q, kv = project_adapted(x, [self.q_a_proj, self.kv_proj], [])
         residual = self.q_a_norm(q)
         q = project(self.q_b_proj, residual).unflatten(-1, (self.H, self.K))
@@ -624,9 +657,6 @@ class DeepseekV4Model(DeepseekV4PreTrainedModel):
         (B, T, _), device = h.shape, h.device
         cache.release()
         lengths = cache.lengths
-        for layer in cache.layers:
-            if not layer.is_initialized:
-                layer.lazy_initialization(h)
         if lengths.tokens is None:
             lengths.tokens = torch.zeros(B, dtype=torch.int64, device=device)
         if lengths.tokens.shape[0] != B:

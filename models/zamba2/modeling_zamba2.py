@@ -43,6 +43,7 @@ from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.selective_state_update import selective_state_update
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm, is_plain, project, project_adapted, record_apart
+from xpu_ports.common.placement import place_shared_weights
 from xpu_ports.common.sequence import eager_attention, last_inputs, mask_of_tokens
 from xpu_ports.models.zamba2.configuration_checks import ZAMBA2_CHECKS
 from xpu_ports.models.zamba2.parallel import parallel_plan
@@ -385,6 +386,13 @@ class Zamba2PreTrainedModel(PackedLoading, PreTrainedModel):
     _supports_sdpa = True
     _is_stateful = True
     _can_record_outputs = {"attentions": Zamba2Attention}
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As the base class does, with shared blocks on each device that a layer of theirs is on."""
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        place_shared_weights(model)
+        return (model, info) if output_loading_info else model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
