@@ -214,7 +214,7 @@ def _measure_compiled(model: Any, ids: torch.Tensor, new: int) -> ModelResult:
     )
 
 
-def _figures(tokens: int, prefills: list[float], rates: list[float]) -> dict[str, float]:
+def _figures(tokens: int, prefills: list[float], rates: list[float]) -> dict[str, Any]:
     """The prefill of so many tokens and the rates of decoding, both from several repetitions in rising order."""
     prefill = statistics.median(prefills)
     return {

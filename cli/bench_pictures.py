@@ -76,7 +76,7 @@ def bench_pictures(
     ours, theirs = _models(name, checkpoint, device, dtype, options)
     path = out / f"flux2-{name}.jsonl" if out is not None and out.suffix != ".jsonl" else out
     lines: list[dict[str, Any]] = [{"kind": "environment", **environment(device), "diffusers": diffusers.__version__}]
-    size = {"side": options.side, "text": options.text, "layers": options.layers}
+    size: dict[str, Any] = {"side": options.side, "text": options.text, "layers": options.layers}
     if dtype != torch.bfloat16:
         size["dtype"] = str(dtype).removeprefix("torch.")
     for line in measure(ours, theirs, step(ours, dtype, options, device), device, options):
@@ -115,12 +115,12 @@ def _models(
     if not options.peer:
         return ours, None
     with default_dtype(dtype), torch.device("meta"):
-        theirs = diffusers.Flux2Transformer2DModel(**config)
+        theirs: Any = diffusers.Flux2Transformer2DModel(**config)
     theirs.load_state_dict(ours.state_dict(), assign=True)
     return ours, theirs.eval().requires_grad_(False)
 
 
-def step(model: nn.Module, dtype: torch.dtype, options: Options, device: torch.device) -> dict[str, Any]:
+def step(model: Any, dtype: torch.dtype, options: Options, device: torch.device) -> dict[str, Any]:
     """Arguments of a step for one square picture."""
     side, text = options.side, options.text
     zero, rows = torch.zeros(1), torch.arange(float(side))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from xpu_ports.common.bench.predict import Prediction
     from xpu_ports.common.cards import Card
 
-FORMS = ("bf16", "mxfp4")
 DIFFUSION = "flux2"
 HEADING = "PREDICTED from bytes, FLOPs and published roofs; nothing here was measured on these cards"
 FOOTNOTE = (
@@ -195,7 +193,8 @@ def of_model(
         found = _common.model_type_of(str(Path(checkpoint).expanduser()))
         if model not in (None, found):
             raise _common.UserError(f"{checkpoint} is a {found}, not a {model}")
-        config = _common.port(found).config_class.from_pretrained(str(Path(checkpoint).expanduser()))
+        config_class: Any = _common.port(found).config_class
+        config = config_class.from_pretrained(str(Path(checkpoint).expanduser()))
         return of_decode(found, Path(checkpoint).name, config, wanted, batches, context, results)
     assert model is not None
     if model not in _common.supported_model_types():
@@ -218,18 +217,19 @@ def of_decode(
     """Decode steps of a language model."""
     import torch
 
+    from xpu_ports.cli.plan import weight_sizes
     from xpu_ports.common.bench import predict as prediction
 
     memory: Any = importlib.import_module(f"xpu_ports.models.{model_type}.memory")
-    forms = weights(model_type, config)
+    _, forms, _ = weight_sizes(model_type, config)
     rows = []
-    for form in FORMS:
+    for form, elements in forms.items():
         for batch in batches:
 
-            def step_at(tokens: int, batch: int = batch, form: str = form) -> prediction.StepWork:
+            def step_at(tokens: int, batch: int = batch, elements: Any = elements) -> prediction.StepWork:
                 cache = [f(config, batch, tokens, torch.bfloat16) for f in (memory.cache_reads, memory.cache_bytes)]
                 reads = functools.partial(memory.weight_reads, config)
-                return prediction.step_work(forms[form], reads, cache[0], cache[1], batch)
+                return prediction.step_work(elements, reads, cache[0], cache[1], batch)
 
             step = step_at(context)
             # What dense weights reached says nothing about packed ones, which other kernels read.
@@ -250,35 +250,6 @@ def of_decode(
                     }
                 )
     return rows
-
-
-def weights(model_type: str, config: Any) -> dict[str, Mapping[str, tuple[int, float]]]:
-    """By form the elements and bytes of each weight, from the config: a model without data has the shapes."""
-    import copy
-
-    import torch
-    from transformers import initialization as init
-
-    from xpu_ports.common.weights import expected_tensors
-    from xpu_ports.quant.mxfp4.format import BLOCK
-    from xpu_ports.quant.mxfp4.quantize import packed_keys
-
-    config = copy.copy(config)
-    config.dtype = torch.bfloat16
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
-    port: Any = _common.port(model_type)
-    dense_layers = importlib.import_module(f"xpu_ports.models.{model_type}.accuracy").dense_layers
-    with torch.device("meta"), init.no_init_weights():
-        model = port._from_config(config)
-    model.tie_weights()
-    packed = packed_keys(model, dense_layers(model))
-    found: dict[str, dict[str, tuple[int, float]]] = {form: {} for form in FORMS}
-    for key, info in expected_tensors(port, config).items():
-        elements = math.prod(info.shape)
-        found["bf16"][key] = elements, elements * info.dtype.itemsize
-        found["mxfp4"][key] = (elements, elements / 2 + elements / BLOCK) if key in packed else found["bf16"][key]
-    return dict(found)
 
 
 def of_step(

@@ -17,16 +17,15 @@ def plot_roof_shares(path: Path, groups: Sequence[Sequence[Result]], title: str)
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    # Not pyplot: which back end that has is the caller's, as in a notebook.
+    from matplotlib.figure import Figure
 
     cases = list(dict.fromkeys(results[0].case for results in groups))
     most = max(sum(results[0].case == case for results in groups) for case in cases)
     # Wide enough for the sizes' names side by side.
     shape = (max(9.0, 3.0 + 1.5 * most), 3.2 * len(cases))
-    figure, axes = plt.subplots(len(cases), 1, figsize=shape, squeeze=False, layout="constrained")
+    figure = Figure(figsize=shape, layout="constrained")
+    axes = figure.subplots(len(cases), 1, squeeze=False)
     figure.suptitle(title)
     for axis, case in zip(axes[:, 0], cases, strict=True):
         mine = [results for results in groups if results[0].case == case]
@@ -45,4 +44,3 @@ def plot_roof_shares(path: Path, groups: Sequence[Sequence[Result]], title: str)
         axis.margins(y=0.15)
         axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -121,7 +121,7 @@ def plot_roofline(path: Path, results: Results) -> list[Point]:
     shown = points(results)
     cases = list(dict.fromkeys(p.case for p in shown))
     height = max(6.0, _ABOVE + _BELOW + _LABEL * len(cases))
-    plt, figure, axis = _figure(height)
+    figure, axis = _figure(height)
     least, most = min(p.intensity for p in shown), max(p.intensity for p in shown)
     left, right = least / 4, max(most, 300.0) * 8
     axis.set_xscale("log")
@@ -148,23 +148,21 @@ def plot_roofline(path: Path, results: Results) -> list[Point]:
     axis.set_title(_title(results, shown), loc="left", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
     return shown
 
 
-def _figure(height: float) -> tuple[Any, Any, Any]:
+def _figure(height: float) -> tuple[Any, Any]:
+    # Not pyplot: which back end that has is the caller's, as in a notebook.
     try:
-        import matplotlib
+        import matplotlib.figure
     except ImportError as error:
         raise ImportError(f"a picture needs matplotlib: pip install 'xpu-ports[report]' ({error})") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(11.0, height))
+    figure = matplotlib.figure.Figure(figsize=(11.0, height))
+    axis = figure.add_subplot()
     # The labels stand in a column of their own, so that none lies on another or is cut.
     figure.subplots_adjust(left=0.07, right=0.70, bottom=_BELOW / height, top=1 - _ABOVE / height)
     axis.grid(True, which="major", linewidth=0.4, alpha=0.5)
-    return plt, figure, axis
+    return figure, axis
 
 
 def _title(results: Results, shown: Sequence[Point]) -> str:

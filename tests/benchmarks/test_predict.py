@@ -94,11 +94,11 @@ def test_what_latency_bounds_is_not_predicted(capsys: pytest.CaptureFixture[str]
 def test_a_step_reads_each_weight_of_a_dense_layer_once(name: str) -> None:
     """Of the experts as many as tokens choose, in the end all."""
     from xpu_ports.cli._common import port
-    from xpu_ports.cli.bench_predict import weights
+    from xpu_ports.cli.plan import weight_sizes
 
     config = port(name).config_class.from_pretrained(ROOT / "checkpoints" / f"tiny-{name.replace('_', '-')}")
     memory = importlib.import_module(f"xpu_ports.models.{name}.memory")
-    forms = weights(name, config)
+    _, forms, _ = weight_sizes(name, config)
     step = step_work(forms["bf16"], lambda key, n: memory.weight_reads(config, key, n), 0, 0, 1)
     many = step_work(forms["bf16"], lambda key, n: memory.weight_reads(config, key, n), 0, 0, 10**6)
     assert step.weights == sum(size for _, size in forms["bf16"].values())

@@ -25,6 +25,7 @@ BLOCKS = [block for page, text in TEXTS.items() for block in blocks(page, text)]
 ZAMBA2, KIMI, DEEPSEEK, FLUX2 = (
     f"checkpoints/tiny-{name}" for name in ("zamba2", "kimi-linear", "deepseek-v4", "flux2")
 )
+H200 = ROOT / "benchmarks" / "results" / "h200"
 SMALL = "--window 64 --windows 2 --steps 2"
 DRAWN = "--height 64 --width 64 --text-tokens 32 --steps 2"
 ADAPTERS = "--ignore 're:.*adapter.*'"
@@ -40,6 +41,31 @@ RUN: dict[str, list[str]] = {
     "xpu-ports warmup CKPT": [f"xpu-ports warmup {ZAMBA2}"],
     "xpu-ports convert SRC DST --to mxfp4": [f"xpu-ports convert {KIMI} packed --to mxfp4"],
     "xpu-ports bench ops [NAME...]": ["xpu-ports bench ops rms_norm --sizes T1-N64 --no-compile"],
+    "xpu-ports bench compare A.jsonl B.jsonl": [f"xpu-ports bench compare {H200}/ops.jsonl {H200}/ops.jsonl"],
+    "xpu-ports bench compare A.jsonl B.jsonl --threshold 2 --changed": [
+        f"xpu-ports bench compare {H200}/flux2-dev.jsonl {H200}/flux2-dev.jsonl --threshold 2 --changed"
+    ],
+    "xpu-ports bench roofline benchmarks/results/h200/ops.jsonl --out docs/pictures/h200-roofline.png": [
+        f"xpu-ports bench roofline {H200}/ops.jsonl --out roofline.png"
+    ],
+    "xpu-ports bench predict gated_rms_norm --device b580,max1550": [
+        "xpu-ports bench predict gated_rms_norm --device b580,max1550"
+    ],
+    "xpu-ports bench predict gated_rms_norm --device b580,max1550 --measured benchmarks/results/h200/ops.jsonl": [
+        f"xpu-ports bench predict gated_rms_norm --device b580,max1550 --measured {H200}/ops.jsonl"
+    ],
+    "xpu-ports bench predict --model zamba2 --layout 2.7b --device b580,b60,b70 --context 160"
+    " --measured benchmarks/results/h200/model-zamba2-2.7b-b1.jsonl": [
+        "xpu-ports bench predict --model zamba2 --layout 2.7b --device b580,b60,b70 --context 160"
+        f" --measured {H200}/model-zamba2-2.7b-b1.jsonl"
+    ],
+    "xpu-ports bench predict --checkpoint checkpoints/tiny-kimi-linear --device b60 --batch 1,8": [
+        f"xpu-ports bench predict --checkpoint {KIMI} --device b60 --batch 1,8"
+    ],
+    "xpu-ports bench predict --model flux2 --layout klein-4b --device b580"
+    " --measured benchmarks/results/h200/flux2-klein-4b.jsonl": [
+        f"xpu-ports bench predict --model flux2 --layout klein-4b --device b580 --measured {H200}/flux2-klein-4b.jsonl"
+    ],
     "xpu-ports accuracy CKPT [--reference transformers|diffusers|reference-path] [--text FILE] [--dtype bfloat16]"
     " [--quant mxfp4] [--cache fp8] [--yardstick] [--per-layer] [--out DIR] [--json]": [
         f"xpu-ports accuracy {DEEPSEEK} --reference reference-path --text tests/data/heldout.txt --cache fp8 {SMALL}",
@@ -91,6 +117,10 @@ NOT_RUN = {
     "pip install -e '.[flux2]'": NETWORK,
     "pip uninstall -y torch triton": "would take away what the tests run on",
     "xpu-ports bench model zamba2 --layout 1.2b": "2.4 GB of weights; the notebook `slow` runs it on a tiny model",
+    "xpu-ports bench ops rms_norm chunk_kda --out results": "minutes on a CPU; smaller sizes run in tests/benchmarks",
+    "xpu-ports bench model zamba2 --layout 1.2b --batch 1,32 --prompt 128 --new 128 --out results": A_GPU,
+    "xpu-ports bench model kimi_linear --checkpoint CKPT --out results": "tests/cli/test_bench.py runs it",
+    "xpu-ports bench model flux2 --layout klein-4b --side 1024 --mxfp4 --out results": A_GPU,
     "xpu-ports tune": A_GPU,
     "xpu-ports tune --model zamba2 --layout 1.2b --batch 1,8": A_GPU,
     "python -m xpu_ports.models.deepseek_v4.train_mtp CHECKPOINT --text FILE --batch 64 --rate 3e-3 --seconds 45"
