@@ -10,6 +10,7 @@ import enum
 import importlib
 import importlib.metadata
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -90,6 +91,40 @@ def numbers(text: str, option: str) -> list[int]:
     return values
 
 
+# -------------------------------------------------------------------------------------------------- several processes
+
+
+def ranks() -> int:
+    """How many processes torchrun has started for this command; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Which of them this is."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextlib.contextmanager
+def first_rank_speaks() -> Iterator[None]:
+    """While the block runs, only the first of several processes prints; errors leave the block and are printed by each.
+
+    What they share is taken down at the end, unless there was an error, when the others may be waiting.
+    """
+    if ranks() == 1:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        if rank() > 0:
+            silence = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(silence))
+            stack.enter_context(contextlib.redirect_stderr(silence))
+        yield
+        import torch.distributed
+
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
 # ----------------------------------------------------------------------------------------------------------- devices
 
 
@@ -103,18 +138,27 @@ def describe_build(xpu: str | None, cuda: str | None, hip: str | None) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `--device` names.
+    """The device that `--device` names; of several processes each has its own.
 
     Raises:
         UserError: there is no such device here; says which torch is installed and what to do.
     """
+    kind, _, index = name.partition(":")
+    if ranks() > 1:
+        if index:
+            raise UserError(f"--device {name}: each of {ranks()} processes has a device of its own, without an index")
+        device = _one_device(kind, "", name)
+        return device if device.type == "cpu" else _one_device(device.type, os.environ["LOCAL_RANK"], name)
+    return _one_device(kind, index, name)
+
+
+def _one_device(kind: str, index: str, name: str) -> torch.device:
     import torch
 
-    kind, _, index = name.partition(":")
     if kind == "auto" and not index:
         kind = next((k for k in ("xpu", "cuda") if getattr(torch, k).is_available()), "cpu")
         return torch.device(kind)
-    if kind not in ("cpu", "xpu", "cuda") or (":" in name and not index.isdecimal()):
+    if kind not in ("cpu", "xpu", "cuda") or (":" in name and not name.partition(":")[2].isdecimal()):
         raise UserError(f"--device is {name!r}, expected auto, cpu, xpu or cuda, or one of several as in xpu:1")
     if kind == "cpu":
         return torch.device("cpu")
@@ -127,7 +171,8 @@ def resolve_device(name: str) -> torch.device:
             + _what_to_do(kind, built=bool(getattr(version, kind)))
         )
     if int(index or 0) >= module.device_count():
-        raise UserError(f"--device {name}: the last {kind} device is {kind}:{module.device_count() - 1}")
+        wanted = f"--device {name}" if ranks() == 1 else f"process {rank()} of {ranks()}"
+        raise UserError(f"{wanted}: the last {kind} device is {kind}:{module.device_count() - 1}")
     return torch.device(kind, int(index)) if index else torch.device(kind)
 
 
@@ -219,7 +264,7 @@ def load(
 
     Args:
         checkpoint: a folder that `check_checkpoint` has passed, or a name on the Hub.
-        device: where all of it goes.
+        device: where all of it goes; of several processes each takes its part of every layer.
         dtype: of its weights.
         verbose: let libraries warn.
 
@@ -230,7 +275,8 @@ def load(
     quiet_libraries(verbose)
     checkpoint = str(Path(checkpoint).expanduser())
     model_type = model_type_of(checkpoint)
-    model = port(model_type).from_pretrained(checkpoint, dtype=dtype.value, device_map={"": device})
+    where: dict[str, Any] = {"device_map": {"": device}} if ranks() == 1 else {"tp_plan": "auto"}
+    model = port(model_type).from_pretrained(checkpoint, dtype=dtype.value, **where)
     stray = {p.device.type for p in model.parameters()} - {device.type}
     if stray:
         raise UserError(f"{checkpoint}: asked for {device}, but weights are on {', '.join(sorted(stray))}")

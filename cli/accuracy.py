@@ -68,10 +68,13 @@ def accuracy(
 
     The reference runs first and leaves what is compared in files, so that one model is in memory at a time. Exit code
     1 when the port is outside the bounds that its model states, and then the layer and the module where it begins.
+    Under torchrun the port's layers are divided among its processes, each of which has all of the reference.
     """
     model_type = find_model(checkpoint)
     if quant is not None and cache is not None:
         raise _common.UserError("--quant and --cache change two things at once: measure one, then the other")
+    if quant is not None and _common.ranks() > 1:
+        raise _common.UserError("--quant packs a model that is whole: convert the checkpoint, then compare that")
     _common.quiet_libraries(verbose)
     if not verbose:
         logging.getLogger("diffusers").setLevel(logging.ERROR)
@@ -90,9 +93,10 @@ def accuracy(
         compare: Any = importlib.import_module(f"xpu_ports.models.{model_type}.accuracy").compare
     except ImportError as error:
         raise _common.UserError(str(error)) from error
-    with _common.stdout_kept_clean(as_json):
-        report = compare(options)
-    code = command.finish(report, out, per_layer, as_json)
+    with _common.first_rank_speaks():
+        with _common.stdout_kept_clean(as_json):
+            report = compare(options)
+        code = command.finish(report, out if _common.rank() == 0 else None, per_layer, as_json)
     if code:
         raise typer.Exit(code)
 

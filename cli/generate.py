@@ -34,21 +34,23 @@ def generate(
 ) -> None:
     """Continue a prompt: text to stdout as it comes, then tokens per second to stderr.
 
-    The prefill's time includes compiling kernels that are used for the first time.
+    The prefill's time includes compiling kernels that are used for the first time. Under torchrun the layers are
+    divided among its processes, of which the first prints.
     """
     arguments = {"max_new_tokens": max_new_tokens, **sampling_arguments(temperature, top_p)}
     setup = _common.Setup(device, dtype, backend, verbose)
     _common.check_checkpoint(checkpoint)
     prompt = _common.read_prompt(prompt)
-    with _common.stdout_kept_clean(as_json):
-        result = run(checkpoint, prompt, setup, seed, arguments, _discard if as_json else _write)
-    if as_json:
-        _common.print_json(result)
-        return
-    print(speed(result), file=sys.stderr)
-    if explain:
-        rows = [[d["op"], d["backend"], d["device"], str(d["calls"]), d["reason"]] for d in result["explain"]]
-        _common.print_table(["op", "back end", "device", "calls", "why"], rows, stderr=True)
+    with _common.first_rank_speaks():
+        with _common.stdout_kept_clean(as_json):
+            result = run(checkpoint, prompt, setup, seed, arguments, _discard if as_json else _write)
+        if as_json:
+            _common.print_json(result)
+            return
+        print(speed(result), file=sys.stderr)
+        if explain:
+            rows = [[d["op"], d["backend"], d["device"], str(d["calls"]), d["reason"]] for d in result["explain"]]
+            _common.print_table(["op", "back end", "device", "calls", "why"], rows, stderr=True)
 
 
 def sampling_arguments(temperature: float, top_p: float) -> dict[str, Any]:
@@ -92,10 +94,11 @@ def run(
 
     from xpu_ports.common import dispatch
 
+    # Loading says how layers are divided among processes.
+    dispatch.reset_explain()
     with _common.loaded(checkpoint, setup) as (model, tokenizer):
         inputs = _common.encode(tokenizer, prompt, model.device)
         streamer = Streamer(tokenizer, write)
-        dispatch.reset_explain()
         torch.manual_seed(seed)
         model.generate(**inputs, streamer=streamer, **arguments)
     explanation = dispatch.explain(show=False)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from xpu_ports.cli import _common
 from xpu_ports.cli._common import UserError
 from xpu_ports.cli.accuracy import accuracy
 from xpu_ports.cli.bench import app as bench
@@ -87,8 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception) -> int:
-    """Say what went wrong in one line on stderr; returns the exit code."""
+    """Say what went wrong in one line on stderr, and on which of several processes; returns the exit code."""
     message = " ".join(str(error).split())
+    if _common.ranks() > 1:
+        message = f"rank {_common.rank()} of {_common.ranks()}: {message}"
     if isinstance(error, _CommandLineError):
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else PROGRAM

@@ -44,6 +44,8 @@ KEPT = 4
 # The same of `captured_step`, each of which holds the memory of a whole step; and how many shapes are remembered.
 KEPT_STEPS = 2
 REMEMBERED = 16
+# Back ends of torch.distributed whose collectives a graph may hold.
+CAPTURED_COLLECTIVES = ("nccl",)
 _ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep", "return_dict"}
 
 _enabled: contextvars.ContextVar[bool] = contextvars.ContextVar("graphs_enabled", default=True)
@@ -436,6 +438,9 @@ def refuses(model: Any, hooks: bool) -> str | None:
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1 or devices & {"cpu", "disk"}:
         return "the model is spread over devices"
+    ranks = getattr(model, "_ranks", None)
+    if ranks is not None and torch.distributed.get_backend(ranks) not in CAPTURED_COLLECTIVES:
+        return f"layers are divided among ranks, and {torch.distributed.get_backend(ranks)} is not captured"
     if hooks and any(_has_hooks(m) for m in model.modules()):
         return "modules have hooks"
     return None

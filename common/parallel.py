@@ -62,6 +62,14 @@ def share(count: int, rank: int, ranks: int) -> Share:
     return Share(count, rank * count // ranks, (rank + 1) * count // ranks)
 
 
+def share_columns(count: int, config: Any, rank: int, ranks: int) -> Share:
+    """A part of an MLP's columns: in a packed model whole blocks, where there are as many of them as ranks."""
+    packed = getattr(config, "quantization_config", None) is not None
+    if packed and count % BLOCK == 0 and count // BLOCK >= ranks:
+        return share(count // BLOCK, rank, ranks).of(BLOCK)
+    return share(count, rank, ranks)
+
+
 class Grouped(NamedTuple):
     """A rank's part of heads that belong to groups, and how many ranks have heads of the same group."""
 
@@ -209,8 +217,8 @@ def divide(model: nn.Module, planner: Planner, group: dist.ProcessGroup) -> None
     """Make a model on the meta device this rank's, before its weights are loaded.
 
     Parameters get the sizes that are the rank's, modules count what they have, and outputs that are parts of sums are
-    summed over ranks. `explain()` says what was divided, and what is whole on each rank and why. `model._parts` then
-    says which part of each parameter this is.
+    summed over ranks. `explain()` says what was divided, and what is whole on each rank and why. `model._ranks` is the
+    group from here on, and `model._parts` says which part of each parameter this is.
 
     Args:
         model: changed in place; without gradients from here on.
@@ -224,7 +232,13 @@ def divide(model: nn.Module, planner: Planner, group: dist.ProcessGroup) -> None
     plan = planner(model.config, rank, ranks)
     spans = sorted({d.span for d in plan.values() if isinstance(d, Divided) and d.span > 1})
     groups = {span: _subgroup(group, span) for span in spans}
-    model._parts = parts_of(model, plan, rank, ranks)
+    model._ranks, model._parts = group, parts_of(model, plan, rank, ranks)
+    # transformers asks it how many heads of keys a rank has, for caches of a fixed size.
+    model._tp_plan = {
+        f"{pattern}.{target}".rstrip("."): "colwise" if 0 in cut.dims else "rowwise"
+        for pattern, how in plan.items()
+        for target, cut in (how.cuts.items() if isinstance(how, Divided) else ())
+    }
     made: dict[int, nn.Parameter] = {}
     for name, part in model._parts.items():
         path, _, last = name.rpartition(".")
@@ -368,13 +382,22 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks, in x where that is contiguous.
 
     Raises:
-        RuntimeError: a gradient would have to go through it.
+        RuntimeError: a gradient would have to go through it, or another rank has ended.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("layers that are divided among ranks have no backward here; transformers' FSDP trains")
     x = x.contiguous()
-    dist.all_reduce(x, group=group)
+    try:
+        dist.all_reduce(x, group=group)
+    except RuntimeError as error:
+        raise _of_this_rank(error, group) from error
     return x
+
+
+def _of_this_rank(error: RuntimeError, group: dist.ProcessGroup) -> RuntimeError:
+    """A back end's error does not say whose it is, nor that the cause is elsewhere."""
+    where = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
+    return RuntimeError(f"{where}: another rank has ended, whose message says why, or is at another place: {error}")
 
 
 def all_gather(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -385,7 +408,10 @@ def all_gather(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
     everything = torch.empty(len(sizes) * mine.numel(), dtype=x.dtype, device=x.device)
     # Its name before torch 2.13.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    gather(everything, mine.flatten(), group=group)
+    try:
+        gather(everything, mine.flatten(), group=group)
+    except RuntimeError as error:
+        raise _of_this_rank(error, group) from error
     everything = everything.view(len(sizes), *mine.shape)
     if min(sizes) == most:
         return everything.movedim(0, -2).flatten(-2)

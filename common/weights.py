@@ -450,8 +450,7 @@ class StrictLoading(PreTrainedModel):
             return super().gather_sharded_state_dict_for_save(
                 model_to_save, state_dict, distributed_config, save_on_this_rank=save_on_this_rank
             )
-        group = model_to_save._mesh_manager.get_mesh("tp").get_group()
-        return whole_tensors(model_to_save, planner, state_dict, group, save_on_this_rank)
+        return whole_tensors(model_to_save, planner, state_dict, model_to_save._ranks, save_on_this_rank)
 
 
 def _load_parts(model: Any, plan: _Assignment, state_dict: Any, files: Any, load_config: Any) -> Any:

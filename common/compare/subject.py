@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,7 @@ class Subject:
 
 
 def load(model_class: Any, options: Options, config_changes: Mapping[str, Any], **kwargs: Any) -> Any:
-    """A model on its device, for evaluation.
+    """A model on its device, for evaluation; under torchrun a port's layers are divided among its processes.
 
     Args:
         model_class: with from_pretrained.
@@ -93,7 +94,9 @@ def load(model_class: Any, options: Options, config_changes: Mapping[str, Any], 
         for name, value in config_changes.items():
             setattr(config, name, value)
         kwargs["config"] = config
-    model = model_class.from_pretrained(options.checkpoint, dtype=dtype, device_map={"": options.device}, **kwargs)
+    divided = int(os.environ.get("WORLD_SIZE", "1")) > 1 and hasattr(model_class, "_parallel_plan")
+    kwargs |= {"tp_plan": "auto"} if divided else {"device_map": {"": options.device}}
+    model = model_class.from_pretrained(options.checkpoint, dtype=dtype, **kwargs)
     return model.eval()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xpu_ports.common.parallel import Cut, Divided, Plan, columns, rows, share, share_grouped, vocabulary
+from xpu_ports.common.parallel import Cut, Divided, Plan, columns, rows, share, share_columns, share_grouped, vocabulary
 
 
 def parallel_plan(config: Any, rank: int, ranks: int) -> Plan:
@@ -43,7 +43,8 @@ def _experts(config: Any, rank: int, ranks: int) -> Divided | str:
     E = config.n_routed_experts
     if ranks > E:
         return f"n_routed_experts = {E}, fewer than {ranks} ranks"
-    experts, S = share(E, rank, ranks), share(config.moe_intermediate_size, rank, ranks)
+    experts = share(E, rank, ranks)
+    S = share_columns(config.moe_intermediate_size, config, rank, ranks)
     return Divided(
         cuts={
             "experts.gate_up_proj": rows(experts),

@@ -29,7 +29,7 @@ _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revisi
 
 
 class DenseOnDemand(torch.Tensor):
-    """The numbers of a tensor in files: `t[...]` reads them; until then there are shape and dtype alone."""
+    """The numbers of a tensor in files: `t[...]` or slices read them; until then there are shape and dtype alone."""
 
     numbers: Values
 
@@ -46,8 +46,13 @@ class DenseOnDemand(torch.Tensor):
         raise TypeError(f"{func} on a tensor that is not read yet")
 
     def __getitem__(self, item: Any) -> Tensor:
-        assert item is Ellipsis
-        return self.numbers.rows(0, self.numbers.count).to(self.dtype).view(self.numbers.shape)
+        rows, shape = self.numbers.count, self.numbers.shape
+        if item is Ellipsis or len(shape) < 2:
+            return self.numbers.rows(0, rows).to(self.dtype).view(shape)[item]
+        first, *others = item
+        a, b, _ = first.indices(shape[0])
+        each = rows // shape[0]
+        return self.numbers.rows(a * each, b * each).to(self.dtype).view(b - a, *shape[1:])[:, *others]
 
 
 def dense_weights(folder: str | os.PathLike) -> dict[str, Tensor]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from xpu_ports.common.parallel import Cut, Divided, Plan, columns, rows, share, vocabulary
+from xpu_ports.common.parallel import Cut, Divided, Plan, columns, rows, share, share_columns, vocabulary
 
 
 def parallel_plan(config: Any, rank: int, ranks: int) -> Plan:
     """The plan of one of several ranks. Latents, whose rows heads share, and routers are whole."""
-    F = share(config.intermediate_size, rank, ranks)
+    F = share_columns(config.intermediate_size, config, rank, ranks)
     kinds = {"linear_attention": _delta(config, rank, ranks), "full_attention": _latent(config, rank, ranks)}
     return {
         **vocabulary(config, rank, ranks),
@@ -61,7 +61,7 @@ def _experts(config: Any, rank: int, ranks: int) -> Divided | str:
     if ranks > E:
         return f"num_experts = {E}, fewer than {ranks} ranks"
     experts = share(E, rank, ranks)
-    S = share(config.moe_intermediate_size * config.n_shared_experts, rank, ranks)
+    S = share_columns(config.moe_intermediate_size * config.n_shared_experts, config, rank, ranks)
     return Divided(
         cuts={
             "experts.gate_up_proj": rows(experts),

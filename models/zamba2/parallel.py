@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xpu_ports.common.parallel import Divided, Plan, columns, rows, share, share_grouped, vocabulary
+from xpu_ports.common.parallel import Divided, Plan, columns, rows, share, share_columns, share_grouped, vocabulary
 
 
 def parallel_plan(config: Any, rank: int, ranks: int) -> Plan:
@@ -63,6 +63,6 @@ def _attention(config: Any, rank: int, ranks: int) -> Divided | str:
 
 
 def _mlp(config: Any, rank: int, ranks: int) -> Divided | str:
-    F = share(config.intermediate_size, rank, ranks)
+    F = share_columns(config.intermediate_size, config, rank, ranks)
     gate_up = rows(F, F)
     return Divided({"gate_up_proj": gate_up, "gate_up_proj_adapter_list.*.1": gate_up, "down_proj": columns(F)})

@@ -111,6 +111,10 @@ def _choose(
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         raise ValueError(f"the model is quantized already: {quantizer.quantization_config}")
+    if getattr(model, "_parts", None):
+        raise ValueError(
+            "the model's layers are divided among ranks: convert the checkpoint, which ranks then load packed"
+        )
     if activations not in ACTIVATIONS or scale_rule not in SCALE_RULES:
         raise ValueError(f"activations {activations!r} or scale_rule {scale_rule!r} is not one of those known")
     roots = {name: group[0] for group in tied_groups(model) for name in group}

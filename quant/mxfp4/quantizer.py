@@ -79,6 +79,8 @@ class MXFP4Quantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         if any(isinstance(module, MXFP4Experts) for module in model.modules()):
             raise NotImplementedError("packed experts are not made dense")
+        if getattr(model, "_parts", None):
+            raise NotImplementedError("layers that are divided among ranks are not made dense")
         made: dict[int, nn.Linear] = {}
         layers = model.named_modules(remove_duplicate=False)
         for name, layer in [(n, m) for n, m in layers if isinstance(m, MXFP4Linear)]:
