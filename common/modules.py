@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xpu_ports.common.dispatch import record
-from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm, gated_square_sum, total_dtype
+from xpu_ports.common.kernels.gated_rms_norm import gated_norm_by_sum, gated_rms_norm, gated_square_sum, total_dtype
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm
 from xpu_ports.common.kernels.skinny_linear import adapted_linears, linear, norm_linear
 
@@ -159,19 +159,11 @@ class Mixer2RMSNormGated(nn.Module):
         if not self.use_rms_norm:
             wide = torch.promote_types(x.dtype, torch.float32)
             return (x.to(wide) * nn.functional.silu(gate.to(wide))).to(x.dtype)
-        y = gated_rms_norm(x, gate, self.weight, self.variance_epsilon, self.group_size)
-        return y if self.ranks_of_group is None else (y * self._of_all_ranks(x, gate)).to(y.dtype)
-
-    def _of_all_ranks(self, x: Tensor, gate: Tensor) -> Tensor:
-        """[..., 1]: what makes a norm by the mean square of this rank's columns one by that of the whole group's.
-
-        The mean square is in a factor of the whole row, so the norm's own op runs here as it does on one rank.
-        """
-        own = gated_square_sum(x, gate)
-        total = own.clone()
+        if self.ranks_of_group is None:
+            return gated_rms_norm(x, gate, self.weight, self.variance_epsilon, self.group_size)
+        total = gated_square_sum(x, gate)
         dist.all_reduce(total, group=self.ranks_of_group)
-        eps = self.variance_epsilon
-        return ((own / x.shape[-1] + eps) / (total / self.columns_of_group + eps)).sqrt()[..., None]
+        return gated_norm_by_sum(x, gate, self.weight, total, self.columns_of_group, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         return f"groups={self.n_groups} of {self.group_size}, eps={self.variance_epsilon}"

@@ -94,7 +94,7 @@ def load(model_class: Any, options: Options, config_changes: Mapping[str, Any], 
         for name, value in config_changes.items():
             setattr(config, name, value)
         kwargs["config"] = config
-    divided = int(os.environ.get("WORLD_SIZE", "1")) > 1 and hasattr(model_class, "_parallel_plan")
+    divided = int(os.environ.get("WORLD_SIZE", "1")) > 1 and getattr(model_class, "_parallel_plan", None) is not None
     kwargs |= {"tp_plan": "auto"} if divided else {"device_map": {"": options.device}}
     model = model_class.from_pretrained(options.checkpoint, dtype=dtype, **kwargs)
     return model.eval()

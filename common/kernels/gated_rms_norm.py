@@ -326,3 +326,103 @@ def gated_square_sum_triton(x: Tensor, z: Tensor) -> Tensor:
                 num_warps=warps,
             )
     return y
+
+
+@op
+def gated_norm_by_sum(x: Tensor, z: Tensor, weight: Tensor, square_sum: Tensor, columns: int, eps: float) -> Tensor:
+    """`gated_rms_norm` with the gate first, of some columns of a group whose squares are summed up already.
+
+    Args:
+        x: [..., N], floating point, any row strides.
+        z: [..., N], the gate before its activation; any row strides.
+        weight: [N].
+        square_sum: [...], what `gated_square_sum` gives, added up over all that have columns of the group.
+        columns: of the whole group.
+        eps: added to the mean square.
+
+    Returns:
+        [..., N] in x's dtype, rounded once.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide) * torch.nn.functional.silu(z.to(wide))
+    factor = torch.rsqrt(square_sum.to(wide) / columns + eps)
+    return (y * factor[..., None] * weight.to(wide)).to(x.dtype)
+
+
+def _refuses_by_sum(x: Tensor, z: Tensor, weight: Tensor, square_sum: Tensor, columns: int, eps: float) -> str | None:
+    if not square_sum.is_contiguous() or square_sum.shape != x.shape[:-1]:
+        return f"square_sum has shape {tuple(square_sum.shape)}, expected {tuple(x.shape[:-1])}, contiguous"
+    if x.shape[-1] > LARGEST_ROW:
+        return f"rows of {x.shape[-1]} elements, more than {LARGEST_ROW}"
+    return refuses_rows(x, weight, z)
+
+
+@kernel
+@triton.jit
+def _gated_norm_by_sum_kernel(
+    x_ptr,
+    z_ptr,
+    weight_ptr,
+    sum_ptr,
+    y_ptr,
+    rows,
+    n1,
+    n2,
+    stride_x_0,
+    stride_x_1,
+    stride_x_2,
+    stride_z_0,
+    stride_z_1,
+    stride_z_2,
+    columns,
+    eps,
+    N: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
+    offs_x = row_offset(offs_m, n1, n2, stride_x_0, stride_x_1, stride_x_2, DIMS)[:, None] + offs_n[None, :]
+    offs_z = row_offset(offs_m, n1, n2, stride_z_0, stride_z_1, stride_z_2, DIMS)[:, None] + offs_n[None, :]
+    x = tl.load(x_ptr + offs_x, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + offs_z, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+    total = tl.load(sum_ptr + offs_m, mask=offs_m < rows, other=0.0).to(tl.float32)
+    # y = x * silu(z) * rsqrt(sum / columns + eps) * weight
+    y = x * (z * tl.sigmoid(z)) * tl.rsqrt(total / columns + eps)[:, None] * w[None, :]
+    tl.store(y_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@gated_norm_by_sum.implement("triton", "xpu", "cuda", refuses=_refuses_by_sum)
+def gated_norm_by_sum_triton(
+    x: Tensor, z: Tensor, weight: Tensor, square_sum: Tensor, columns: int, eps: float
+) -> Tensor:
+    N = x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel() > 0:
+        sizes, strides = row_strides(x, z)  # type: ignore[misc]
+        arch, rows = architecture(x.device), y.numel() // N
+        block_m, block_n, warps = tile(arch, N, few_rows(arch, rows))
+        with on_device_of(x):
+            _gated_norm_by_sum_kernel[(cdiv(rows, block_m),)](
+                x,
+                z,
+                weight,
+                square_sum,
+                y,
+                rows,
+                sizes[1],
+                sizes[2],
+                *strides[0],
+                *strides[1],
+                columns,
+                eps,
+                N=N,
+                DIMS=dims_used(sizes),
+                BLOCK_M=block_m,
+                BLOCK_N=block_n,
+                num_warps=warps,
+            )
+    return y

@@ -13,7 +13,7 @@ from tests.common.ops import LAYOUTS, Runner, assert_rounded_once, normal, refus
 from xpu_ports.common import accuracy
 from xpu_ports.common.dispatch import BackendError, use_backend
 from xpu_ports.common.kernels import rms_norm as rows_module
-from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm, gated_square_sum
+from xpu_ports.common.kernels.gated_rms_norm import gated_norm_by_sum, gated_rms_norm, gated_square_sum
 from xpu_ports.common.kernels.rms_norm import LARGEST_ROW
 
 pytestmark = pytest.mark.op("gated_rms_norm")
@@ -303,3 +303,35 @@ def test_refusals_of_square_sums() -> None:
     assert refusal(gated_square_sum, x, x) == ""
     assert "more than" in refusal(gated_square_sum, *[torch.zeros(1, LARGEST_ROW + 1)] * 2)
     assert "float64" in refusal(gated_square_sum, x.double(), x.double())
+
+
+@pytest.mark.op("gated_norm_by_sum")
+@FLOATS
+@pytest.mark.parametrize("size", [dict(M=1, N=1), dict(M=17, N=127), dict(M=2, N=5120), dict(M=0, N=8)])
+def test_parts_of_a_group(run: Runner, size: dict, dtype: torch.dtype) -> None:
+    """Columns of a group by themselves are those of the whole norm."""
+    M, N = size.values()
+    x, z, weight = inputs(M, 3 * N, dtype=dtype)
+    own = slice(N, 2 * N)
+    total = gated_square_sum.reference(x, z)
+    run(x[:, own], z[:, own], weight[own], total, 3 * N, 1e-5)
+    given = [t.double() for t in (x[:, own], z[:, own], weight[own], total)]
+    whole = gated_rms_norm.reference(x.double(), z.double(), weight.double(), 1e-5)[:, own]
+    torch.testing.assert_close(gated_norm_by_sum.reference(*given, 3 * N, 1e-5), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.op("gated_norm_by_sum")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_of_a_group_in_layouts(run: Runner, layout: str) -> None:
+    x, z = (normal(3, 5, 24, dtype=torch.bfloat16, layout=layout) for _ in range(2))
+    run(x, z, torch.randn(24).bfloat16(), torch.rand(3, 5) * 99, 48, 1e-5)
+
+
+def test_refusals_of_parts_of_a_group() -> None:
+    x = torch.zeros(2, 8)
+    given = x, x, torch.zeros(8), torch.zeros(2), 16, 1e-5
+    assert refusal(gated_norm_by_sum, *given) == ""
+    assert "square_sum has shape (3,), expected (2,)" in refusal(
+        gated_norm_by_sum, *given[:3], torch.zeros(3), *given[4:]
+    )
+    assert "more than" in refusal(gated_norm_by_sum, *[torch.zeros(2, LARGEST_ROW + 1)] * 2, *given[2:])
