@@ -14,7 +14,7 @@ from xpu_ports.common.kernels.causal_conv1d import causal_conv1d, causal_conv1d_
 from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
 from xpu_ports.common.kernels.decode_attention import decode_attention
 from xpu_ports.common.kernels.gated_mlp import gated_activation
-from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
+from xpu_ports.common.kernels.gated_rms_norm import gated_norm_by_sum, gated_rms_norm, gated_square_sum
 from xpu_ports.common.kernels.kda import CHUNK, chunk_kda, kda_gate, recurrent_kda
 from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
@@ -29,6 +29,8 @@ from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 
 _PEERS = "xpu_ports.common.bench.peers"
 _ROWS = "T1-N4096", "T256-N4096", "T8192-N4096", "T65536-N4096"
+# Of two cards one has half of the columns.
+_HALVES = "T1-N2048", "T256-N2048", "T8192-N2048"
 # Heads, their width, state and groups of Zamba2-1.2B; its in_proj has 8512 columns, its convolution 4352 channels.
 _MIXER = "H64-P64-N128-G1"
 _CHUNK = 256
@@ -71,6 +73,12 @@ def _head_norm(size: Size, draw: Draw) -> Args:
     # KDA's: one norm a head.
     shape = size["T"], size["H"], size["N"]
     return draw(*shape), draw(*shape), _weight(draw, size["N"]), 1e-5, None, True, "sigmoid"
+
+
+def _norm_by_sum(size: Size, draw: Draw) -> Args:
+    T, N = size["T"], size["N"]
+    x, z = draw(T, N), draw(T, N)
+    return x, z, _weight(draw, N), 2 * gated_square_sum.reference(x, z), 2 * N, 1e-5
 
 
 def _gated_mlp(size: Size, draw: Draw) -> Args:
@@ -434,6 +442,24 @@ CASES = {
             _peers("gated_rms_norm", "fla", "transformers"),
             sample_rows,
             elementwise=count(THN=8),
+        ),
+        Case(
+            "gated_square_sum",
+            gated_square_sum,
+            _HALVES,
+            lambda size, draw: (draw(size["T"], size["N"]), draw(size["T"], size["N"])),
+            {},
+            lambda args, outputs: (tuple(t[:64] for t in args), [outputs[0][:64]]),
+            elementwise=count(TN=7),
+        ),
+        Case(
+            "gated_norm_by_sum",
+            gated_norm_by_sum,
+            _HALVES,
+            _norm_by_sum,
+            {},
+            lambda args, outputs: ((*(t[:64] for t in args[:2]), args[2], args[3][:64], *args[4:]), [outputs[0][:64]]),
+            elementwise=count(TN=7, T=3),
         ),
         Case(
             "gated_activation",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 
 import pytest
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from xpu_ports.common import dispatch
 from xpu_ports.common.bench import case as case_module
+from xpu_ports.common.bench import run
 from xpu_ports.common.bench.case import Case, PeerMissingError, copy_args, flatten_outputs, parse_size, sample_rows
 from xpu_ports.common.bench.registry import CASES, find
+from xpu_ports.common.bench.report import to_json
+from xpu_ports.common.bench.timing import Ceilings, Plan
 
 CPU = torch.device("cpu")
 # A size of each row that the reference takes no time for; more rows than a sample takes where it takes some.
@@ -31,6 +35,8 @@ SMALL = {
     "concat_rms_norm": "T150-D16",
     "gated_rms_norm": "T150-N32-G2-Z40",
     "gated_rms_norm.sigmoid": "T50-H3-N16",
+    "gated_square_sum": "T150-N32",
+    "gated_norm_by_sum": "T150-N32",
     "gated_activation": "T150-F16",
     "rotary_embedding": "B2-T150-H2-K8",
     "linear": "T3-N150-K16",
@@ -125,6 +131,25 @@ def test_a_sample_is_what_the_reference_gives_for_it(name: str):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_every_row_runs_here(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Checked, timed and written down, at a small size in bf16."""
+    monkeypatch.setattr(run, "measure_ceilings", lambda device: Ceilings(1e9, 1e12, 1, 1))
+    # Both take longer than all the rest.
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    plan = Plan(sample=1e-5, samples=2, budget=0.1)
+    results = [r for r in run.run_case(CASES[name], SMALL[name], CPU, torch.bfloat16, plan, compiled=False) if r.ours]
+    assert "reference" in {r.variant for r in results}
+    for result in results:
+        assert result.within_budget, result
+        assert result.moved > 0
+        assert result.flops + result.elementwise > 0
+        line = to_json(result)
+        assert line["eager"]["low"] <= line["eager"]["median"] <= line["eager"]["high"]
+        assert line["bytes_per_second"] > 0
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_every_row_has_formulas_that_grow_with_its_letters(name: str):
     """Doubling a letter takes up to eight times the operations; some letter counts, and none makes them fewer."""
     case = CASES[name]
@@ -146,6 +171,15 @@ def test_work_without_data_is_that_of_the_data(name: str):
     copies = copy_args(args)
     outputs = flatten_outputs(case.op.reference(*copies)) + case.mutated(copies)
     assert case.work_without_data(SMALL[name], torch.bfloat16) == case.work(SMALL[name], args, outputs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_work_of_the_largest_size_grows_with_it(name: str):
+    """Without its data, which some rows have gigabytes of."""
+    case = CASES[name]
+    first, last = (case.work_without_data(size, torch.bfloat16) for size in (SMALL[name], case.sizes[-1]))
+    assert last.moved > first.moved
+    assert last.flops + last.elementwise > first.flops + first.elementwise
 
 
 def test_work_of_a_size_that_does_not_fit_here():
