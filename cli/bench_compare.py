@@ -29,6 +29,15 @@ def compare(
             help="Differences up to this are none, even where the spreads do not meet.",
         ),
     ] = 5.0,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            "--only",
+            metavar="WORD",
+            help="Compare rows with this word in their name alone, such as graph, decode or an op.",
+            show_default=False,
+        ),
+    ] = None,
     changed: Annotated[bool, typer.Option("--changed", help="Show the rows that changed, not all.")] = False,
     across_devices: Annotated[
         bool,
@@ -53,14 +62,17 @@ def compare(
             "--across-devices sets them side by side all the same"
         )
     rows = comparison.compare(first, second, threshold / 100)
+    if only is not None:
+        rows = [row for row in rows if only in row.either.name.split()]
+        if not rows:
+            raise _common.UserError(f"--only {only}: no row of {a} and {b} has this word in its name")
     if not any(row.a is not None and row.b is not None for row in rows):
         raise _common.UserError(
             f"{a} and {b}: no row is in both: {len(first.measurements)} and {len(second.measurements)}"
         )
     regressions = sum(row.regression for row in rows) if same else 0
     if as_json:
-        result = comparison.to_json(rows, first, second, threshold / 100)
-        _common.print_json({**result, "regressions": regressions})
+        _common.print_json(comparison.to_json(rows, first, second, threshold / 100))
     else:
         print(f"A  {comparison.describe(first)}")
         print(f"B  {comparison.describe(second)}")
@@ -73,6 +85,8 @@ def compare(
                 print(f"   {results.path}: {many} lines of kind {kind!r} are left out")
         print()
         show(rows, changed)
+        if same:
+            print(f"{regressions or 'none'} of ours stepped back")
     if regressions:
         raise typer.Exit(1)
 
@@ -100,9 +114,7 @@ def show(rows: list[Row], changed: bool) -> None:
         )
         print()
     counts = Counter(row.verdict for row in rows)
-    regressions = sum(row.regression for row in rows)
     print(f"{len(rows)} rows: {', '.join(f'{many} {verdict}' for verdict, many in counts.items())}")
-    print(f"{regressions} of ours stepped back" if regressions else "none of ours stepped back")
 
 
 def roofline(

@@ -118,13 +118,14 @@ def describe(results: Results) -> str:
 
 
 def to_json(rows: list[Row], a: Results, b: Results, threshold: float) -> dict[str, Any]:
-    """All of it as one JSON object."""
+    """All of it as one JSON object; between different devices nothing is a regression."""
+    same = a.device == b.device
     return {
         "a": {"path": str(a.path), **a.environment},
         "b": {"path": str(b.path), **b.environment},
-        "same_device": a.device == b.device,
+        "same_device": same,
         "threshold": threshold,
-        "regressions": sum(row.regression for row in rows),
+        "regressions": sum(row.regression and same for row in rows),
         "rows": [
             {
                 **dict(row.either.key),
@@ -134,7 +135,7 @@ def to_json(rows: list[Row], a: Results, b: Results, threshold: float) -> dict[s
                 "gain": row.gain,
                 "verdict": row.verdict,
                 "ours": row.ours,
-                "regression": row.regression,
+                "regression": row.regression and same,
             }
             for row in rows
         ],

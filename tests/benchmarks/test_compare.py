@@ -146,6 +146,10 @@ def test_a_slower_committed_result_is_found(tmp_path: Path, capsys: pytest.Captu
     assert "1 of ours stepped back" in printed
     assert "rms_norm" not in printed
     assert main([*command, "--threshold", "11"]) == 0
+    assert main([*command, "--only", "call"]) == 0
+    assert main([*command, "--only", "ssd_chunk_scan"]) == 1
+    assert main([*command, "--only", "ssd_chunk"]) == 2
+    assert "no row of" in capsys.readouterr().err
     assert main(["bench", "compare", command[3], command[2]]) == 0
     assert "1 faster" in capsys.readouterr().out
 
@@ -169,6 +173,10 @@ def test_different_devices(write: Write, capsys: pytest.CaptureFixture[str]) -> 
     printed = capsys.readouterr().out
     assert "WARNING: different devices, a card and another" in printed
     assert "slower" in printed
+    assert "stepped back" not in printed
+    assert main([*command, "--across-devices", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["same_device"], result["regressions"], result["rows"][0]["regression"]) == (False, 0, False)
 
 
 def test_nothing_in_common(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
