@@ -26,9 +26,10 @@ from xpu_ports.common.kernels.ssd_chunk_scan.parts import (
     steps_and_decays,
 )
 from xpu_ports.common.kernels.ssd_chunk_scan.states import segment_states
-from xpu_ports.common.tritonlib import cdiv, tl, triton
+from xpu_ports.common.tritonlib import cdiv, kernel, tl, triton
 
 
+@kernel
 @triton.jit
 def _scores_kernel(
     B_ptr,
@@ -79,6 +80,7 @@ def _scores_kernel(
     tl.store(scores_ptr + at, scores, mask=(offs_t + i < length)[:, None])
 
 
+@kernel
 @triton.jit
 def _outputs_kernel(
     x_ptr,

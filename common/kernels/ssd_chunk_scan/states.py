@@ -17,9 +17,10 @@ from xpu_ports.common.kernels.ssd_chunk_scan.parts import (
     rate_and_bias,
     steps_and_decays,
 )
-from xpu_ports.common.tritonlib import cdiv, tl, triton
+from xpu_ports.common.tritonlib import cdiv, kernel, tl, triton
 
 
+@kernel
 @triton.jit
 def _segment_states_kernel(
     x_ptr,
@@ -99,6 +100,7 @@ def _segment_states_kernel(
     tl.store(states, state, mask=(offs_n < N)[:, None] & (offs_p < P)[None, :])
 
 
+@kernel
 @triton.jit
 def _pass_states_kernel(
     states_ptr,

@@ -26,9 +26,10 @@ from xpu_ports.common.kernels.ssd_chunk_scan.parts import (
     steps_and_decays,
 )
 from xpu_ports.common.kernels.ssd_chunk_scan.states import segment_states
-from xpu_ports.common.tritonlib import cdiv, tl, triton
+from xpu_ports.common.tritonlib import cdiv, kernel, tl, triton
 
 
+@kernel
 @triton.jit
 def _walk_kernel(
     x_ptr,

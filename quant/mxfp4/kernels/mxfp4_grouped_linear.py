@@ -95,7 +95,7 @@ def mxfp4_grouped_linear_triton(x: Tensor, packed: Tensor, scale: Tensor, expert
         return y
     # Nothing here waits for the device.
     counts = torch.zeros(E + 1, dtype=torch.int32, device=x.device)
-    counts = counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:E]
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32)).narrow(0, 0, E)
     groups = tiles.Groups(flat.argsort(stable=True), counts.cumsum(0, dtype=torch.int32), counts, R // M)
     if arch.name == "nvidia" and cdiv(R, E) <= LARGEST_SLICED:
         fragments.launch_slices(x, packed, scale, None, y, groups=groups)
