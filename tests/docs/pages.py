@@ -75,13 +75,18 @@ def problems(command: str) -> list[str]:
     program, *words = shlex.split(command)
     if program == "xpu-ports":
         return _problems_of_ours(words)
-    found = [f"no file {word}" for word in words if word.endswith((".py", ".sh")) and not (ROOT / word).exists()]
+    found = [f"no file {word}" for word in words if _is_file(word) and not (ROOT / word).exists()]
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         found += [f"no target {word}" for word in words if "=" not in word and word not in targets]
     if program.startswith("python") and words[0] == "-m":
         found += [f"no module {words[1]}"] if importlib.util.find_spec(words[1]) is None else []
     return found
+
+
+def _is_file(word: str) -> bool:
+    """Whether it names one of the repository: not with a <placeholder> in it."""
+    return word.endswith((".py", ".sh")) and "<" not in word
 
 
 def _bare(word: str) -> str:
