@@ -51,6 +51,7 @@ def bench_ops(
     ceilings = measure_ceilings(device)
     console.print(report.ceilings_line(ceilings), highlight=False)
     groups: list[list[Result]] = []
+    dispatch.reset_explain()
     try:
         for case in cases:
             with console.status(case.name):
