@@ -41,7 +41,8 @@ BLOCK = 32
 # ------------------------------------------------------------------------------------------------------- parts of sizes
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """A rank's part, `first` to `last`, of `count` things: heads, groups, experts, columns."""
 
     count: int
@@ -196,8 +197,8 @@ def part_of(name: str, shape: tuple[int, ...], cut: Cut, rank: int, ranks: int, 
         found, expected = shape[dim] * unit, sum(s.count for s in shares)
         if found != expected:
             raise ValueError(f"{name} has {found} along dimension {dim}, the plan divides {expected}")
-        if unit > 1 and any(edge % BLOCK for s in shares for edge in s[1:]):
-            edge = next(edge for s in shares for edge in s[1:] if edge % BLOCK)
+        if unit > 1 and any(s.first % BLOCK or s.last % BLOCK for s in shares):
+            edge = next(edge for s in shares for edge in (s.first, s.last) if edge % BLOCK)
             raise ValueError(
                 f"{name}: {found} columns on {ranks} ranks: rank {rank} ends or begins at column {edge}, inside a "
                 f"block of {BLOCK}; ranks that divide {found // BLOCK} blocks work, and so does a dense weight"
@@ -213,7 +214,7 @@ def part_of(name: str, shape: tuple[int, ...], cut: Cut, rank: int, ranks: int, 
 # --------------------------------------------------------------------------------------------------- a model is divided
 
 
-def divide(model: nn.Module, planner: Planner, group: dist.ProcessGroup) -> None:
+def divide(model: Any, planner: Planner, group: dist.ProcessGroup) -> None:
     """Make a model on the meta device this rank's, before its weights are loaded.
 
     Parameters get the sizes that are the rank's, modules count what they have, and outputs that are parts of sums are
@@ -243,7 +244,7 @@ def divide(model: nn.Module, planner: Planner, group: dist.ProcessGroup) -> None
     for name, part in model._parts.items():
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
-        old = module._parameters[last]
+        old = model.get_parameter(name)
         new = nn.Parameter(torch.empty(part.own, dtype=old.dtype, device=old.device), requires_grad=False)
         # What was one parameter stays one.
         module._parameters[last] = made.setdefault(id(old), new)
@@ -338,11 +339,12 @@ def _install(module: nn.Module, how: Divided, group: dist.ProcessGroup, groups: 
         [own] = how.cuts["norm"].dims[0]
         norm.share_groups(groups[how.span], own.count // (dist.get_world_size(group) // how.span))
     target = module.get_submodule(how.at)
-    [tokens] = how.cuts[how.at].dims[0] if how.output != "sum" else [None]
     if how.output == "sum":
         run = _plain_forward(target) if isinstance(target, nn.Linear) else target.forward
         target.forward = summed(run, group)  # type: ignore[method-assign]
-    elif how.output == "gather":
+        return
+    [tokens] = how.cuts[how.at].dims[0]
+    if how.output == "gather":
         target.forward = _gathered(_plain_forward(target), tokens, group)  # type: ignore[method-assign]
     else:
         target.forward = _looked_up(target, tokens, group)  # type: ignore[method-assign]
