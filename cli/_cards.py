@@ -7,8 +7,10 @@ collective takes to begin is not in them, nor are tokens that are guessed and ta
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,7 +21,6 @@ from xpu_ports.cli import _common
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from xpu_ports.common.cards import Card
 
@@ -89,24 +90,23 @@ def shares_of_model(
 
     reasons: dict[str, str] = {}
     shares = []
-    for count in counts:
-        ranks = [_Rank.of(model, model_type, rank, count) for rank in range(count)]
+    for count, (form, named) in itertools.product(counts, sizes.items()):
+        ranks = [_Rank.of(model, model_type, form, rank, count) for rank in range(count)]
         reasons |= {f"{layers}, {count} cards": why for rank in ranks for layers, why in rank.reasons.items()}
-        own_cache = max(rank.part_of_cache(pieces, sizes["bf16"]) for rank in ranks)
+        own_cache = max(rank.part_of_cache(pieces, named) for rank in ranks)
         calls, sent = _sent_of(ranks[0], model, batch, dtype)
-        for form, named in sizes.items():
-            weights = max((rank.weights(named) for rank in ranks), key=sum)
-            shares.append(
-                Share(
-                    form, count, *weights, own_cache, activations,
-                    largest=max(size * ranks[0].fraction(key) for key, (_, size) in named.items()),
-                    moved=max(rank.reads(named, reads(batch), 1) for rank in ranks)
-                    + cache_reads * own_cache / max(1, sum(pieces.values())),
-                    flops=2 * batch * max(rank.reads(named, reads(1), 0) for rank in ranks),
-                    collectives=calls, sent=sent, made=batch,
-                    wrong=next((why for rank in ranks if form != "bf16" for why in rank.cut_blocks(packed)), ""),
-                )
-            )  # fmt: skip
+        weights = max((rank.weights(named) for rank in ranks), key=sum)
+        shares.append(
+            Share(
+                form, count, *weights, own_cache, activations,
+                largest=max(size * ranks[0].fraction(key) for key, (_, size) in named.items()),
+                moved=max(rank.reads(named, reads(batch), 1) for rank in ranks)
+                + cache_reads * own_cache / max(1, sum(pieces.values())),
+                flops=2 * batch * max(rank.reads(named, reads(1), 0) for rank in ranks),
+                collectives=calls, sent=sent, made=batch,
+                wrong=next((why for rank in ranks if form != "bf16" for why in rank.cut_blocks(packed)), ""),
+            )
+        )  # fmt: skip
     return shares, reasons
 
 
@@ -120,13 +120,18 @@ class _Rank:
     parts: Mapping[str, Any]
 
     @classmethod
-    def of(cls, model: nn.Module, model_type: str, rank: int, count: int) -> _Rank:
+    def of(cls, model: Any, model_type: str, form: str, rank: int, count: int) -> _Rank:
+        """Of a model without data, which is dense, as if its weights had the form."""
         if count == 1:
             return cls(1, {}, {})
         from xpu_ports.common.parallel import parts_of
+        from xpu_ports.quant.mxfp4.quantize import quantization_config
 
         planner = importlib.import_module(f"xpu_ports.models.{model_type}.parallel").parallel_plan
-        plan = planner(model.config, rank, count)
+        config = copy.copy(model.config)
+        # Packed weights divide by blocks.
+        config.quantization_config = None if form == "bf16" else quantization_config(None, [])
+        plan = planner(config, rank, count)
         return cls(count, plan, parts_of(model, plan, rank, count))
 
     @property
@@ -284,8 +289,10 @@ def show(shares: Sequence[Share], cards: Sequence[Card], reasons: Mapping[str, s
         ]
         for s in shares
     ]  # fmt: skip
-    header = ["form", "cards", "weights, divided", "weights, whole", "cache", "activations, at most", "a card needs"]
-    _common.print_table([*header, "collectives a step", f"a card sends a {of}"], rows)
+    print(f"of each card: weights that are divided, weights that it has whole, the rest, and what it sends for a {of}")
+    print()
+    header = ["form", "cards", "divided", "whole", "cache", "activations, at most", "needs", "collectives", "sends"]
+    _common.print_table(header, rows)
     print()
     counts = sorted({s.cards for s in shares})
     print(
