@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`]+)`")
 # What a line of a shell begins with.
-PROGRAMS = ("xpu-ports", "make", "python", "python3", "bash", "pip", "apt", "hf")
+PROGRAMS = ("xpu-ports", "make", "python", "python3", "torchrun", "pytest", "bash", "pip", "apt", "hf")
+SHELLS = ("sh", "bash", "console")
 
 
 def pages() -> list[str]:
@@ -41,7 +42,7 @@ class Block:
     @property
     def commands(self) -> list[str]:
         """Its lines as commands, those that go on joined; empty where one is none: then it is output."""
-        if self.language not in ("", "sh", "bash", "console"):
+        if self.language not in ("", *SHELLS):
             return []
         lines = [plain(line) for line in re.sub(r"\n[ \t]+", " ", self.text).splitlines() if line.strip()]
         return lines if all(is_command(line) for line in lines) else []
@@ -75,6 +76,8 @@ def problems(command: str) -> list[str]:
     program, *words = shlex.split(command)
     if program == "xpu-ports":
         return _problems_of_ours(words)
+    if program == "torchrun":
+        return _problems_of_ours(words[words.index("xpu_ports.cli") + 1 :]) if "xpu_ports.cli" in words else []
     found = [f"no file {word}" for word in words if _is_file(word) and not (ROOT / word).exists()]
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -86,7 +89,7 @@ def problems(command: str) -> list[str]:
 
 def _is_file(word: str) -> bool:
     """Whether it names one of the repository: not with a <placeholder> in it."""
-    return word.endswith((".py", ".sh")) and "<" not in word
+    return (word.endswith((".py", ".sh")) or word.startswith("tests/")) and "<" not in word
 
 
 def _bare(word: str) -> str:

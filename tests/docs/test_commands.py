@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, Block, blocks, named_commands, options_of, pages, problems
+from tests.docs.pages import ROOT, SHELLS, Block, blocks, named_commands, options_of, pages, problems
 from xpu_ports.cli.main import main
 from xpu_ports.models.zamba2.layouts import layout_config
 
@@ -83,6 +83,16 @@ RUN: dict[str, list[str]] = {
         f"xpu-ports convert {ZAMBA2} packed --to mxfp4 {ADAPTERS}",
         "xpu-ports convert packed dense --to bf16",
     ],
+    **{
+        f"xpu-ports convert SRC DST --to mxfp4 --part {i}/3 --jobs 8": [
+            f"xpu-ports convert {KIMI} parts --to mxfp4 --part {i}/3 --jobs 1 --shard-size 0.0006"
+        ]
+        for i in (1, 2, 3)
+    },
+    "xpu-ports convert SRC DST --to mxfp4 --merge": [
+        *(f"xpu-ports convert {KIMI} parts --to mxfp4 --part {i}/3 --shard-size 0.0006" for i in (1, 2, 3)),
+        f"xpu-ports convert {KIMI} parts --to mxfp4 --merge --shard-size 0.0006",
+    ],
     "xpu-ports convert SRC DST --layout hf|official": [
         f"xpu-ports convert {KIMI} hf --layout hf",
         "xpu-ports convert hf official --layout official",
@@ -101,6 +111,7 @@ RUN: dict[str, list[str]] = {
 }
 
 NETWORK = "fetches packages: CI does it in `make demo`, from the index that it has"
+PROCESSES = "tests/distributed starts several processes"
 A_GPU = "needs an Intel or NVIDIA GPU"
 # A command as it is written -> why it does not run here.
 NOT_RUN = {
@@ -121,6 +132,8 @@ NOT_RUN = {
     "xpu-ports bench model zamba2 --layout 1.2b --batch 1,32 --prompt 128 --new 128 --out results": A_GPU,
     "xpu-ports bench model kimi_linear --checkpoint CKPT --out results": "tests/cli/test_bench.py runs it",
     "xpu-ports bench model flux2 --layout klein-4b --side 1024 --mxfp4 --out results": A_GPU,
+    'torchrun --nproc-per-node 2 -m xpu_ports.cli generate CKPT "And God said"': PROCESSES,
+    "torchrun --nproc-per-node 2 -m xpu_ports.cli accuracy CKPT": PROCESSES,
     "xpu-ports tune": A_GPU,
     "xpu-ports tune --model zamba2 --layout 1.2b --batch 1,8": A_GPU,
     "python -m xpu_ports.models.deepseek_v4.train_mtp CHECKPOINT --text FILE --batch 64 --rate 3e-3 --seconds 45"
@@ -153,8 +166,11 @@ INSTEAD = {
     "docs/mxfp4.md": ("quantize_model(model, activations", "model = llama()\nquantize_model(model, activations"),
     "models/flux2/README.md": ('.to("xpu")', '.to("cpu")'),
 }
-# Python that is not run, by its first line, and why.
-PYTHON_NOT_RUN = {"import kernels": "needs the library `kernels` in a version that transformers takes, and its Hub"}
+# Python that is not run, by its page and first line, and why.
+PYTHON_NOT_RUN = {
+    ("docs/patching.md", "import kernels"): "needs the library `kernels` in a version that transformers takes",
+    ("docs/scaling.md", "import xpu_ports.models"): "is one of several processes: tests/distributed",
+}
 # A page whose Python is files of an op, which test_contributing.py puts where they belong.
 FILES = "docs/contributing.md"
 
@@ -162,6 +178,16 @@ FILES = "docs/contributing.md"
 OUTPUT = {
     "layer runs on modules": "docs/patching.md",
     "1 x 16384 tokens kept": "xpu-ports plan zamba2-7b --device b580 --context 16384",
+    **{
+        f"{layout} of {model}": f"xpu-ports plan {name} --layout {layout} --device b60,b70,max1550,h200 --cards {cards}"
+        for model, name, layout, cards in (
+            ("zamba2", "zamba2", "7b", "1,2,4,8"),
+            ("kimi_linear", "kimi_linear", "48b", "1,2,4,8"),
+            ("deepseek_v4", "deepseek_v4", "flash", "1,2,4,8"),
+            ("deepseek_v4", "deepseek_v4", "pro", "1,2,4,8"),
+            ("flux2's transformer", "flux2", "dev", "1"),
+        )
+    },
     "beside transformers, bfloat16: layer 4": "of a planted fault: tests/common/compare/test_language.py looks for it",
 }
 
@@ -175,7 +201,7 @@ def python() -> dict[str, list[str]]:
     """The Python of each page."""
     found: dict[str, list[str]] = {}
     for block in BLOCKS:
-        left = block.page == FILES or block.text.splitlines()[0] in PYTHON_NOT_RUN
+        left = block.page == FILES or (block.page, block.text.splitlines()[0]) in PYTHON_NOT_RUN
         if block.language == "python" and not left:
             found.setdefault(block.page, []).append(block.text)
     return found
@@ -272,6 +298,7 @@ def how(block: Block) -> str | None:
 
 
 def test_every_output_is_made_or_listed() -> None:
+    assert not [b for b in BLOCKS if b.language in SHELLS and not b.commands], "not commands of PROGRAMS"
     assert not [block for block in outputs() if how(block) is None], "put them into OUTPUT, or say that they are python"
     assert len(outputs()) == len(OUTPUT)
 
@@ -291,7 +318,8 @@ def test_outputs_of_commands(workspace: Path, capsys: pytest.CaptureFixture[str]
         made = str(how(block))
         assert made in set(named_commands(TEXTS[block.page])), f"{block.page} does not say {made}"
         main(shlex.split(made)[1:])
-        assert block.text.strip() in "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+        printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+        assert block.text.strip() in printed, f"{block.page} does not show what {made} prints"
 
 
 # ------------------------------------------------------------------------------------------------------------- planted
