@@ -318,7 +318,8 @@ def plan_cards(
             _common.check_checkpoint(checkpoint)
             checkpoint = str(Path(checkpoint).expanduser())
             model_type = _common.model_type_of(checkpoint)
-            config = _common.port(model_type).config_class.from_pretrained(checkpoint)
+            config_class: Any = _common.port(model_type).config_class
+            config = config_class.from_pretrained(checkpoint)
         else:
             model_type, config = checkpoint, _layout(checkpoint, layout)
         shares, reasons = _cards.shares_of_model(model_type, config, counts, context, batch, prefill)
@@ -409,7 +410,7 @@ def show(result: dict[str, Any]) -> None:
     _common.print_table(["card", "usable", "form", "", "longest context", "note"], rows)
 
 
-def gib(size: int) -> str:
+def gib(size: float) -> str:
     """Bytes in words."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size >= unit:
