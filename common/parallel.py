@@ -471,10 +471,15 @@ def whole_tensors(
     ranks = dist.get_world_size(group)
     plans = [parts_of(model, planner(model.config, rank, ranks), rank, ranks) for rank in range(ranks)]
     whole: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
     for key, mine in state.items():
+        # Tied tensors stay one tensor: `save_pretrained` writes them once.
+        other = first.setdefault(mine.data_ptr(), key)
+        if other != key:
+            whole |= {key: whole[other]} if keep else {}
+            continue
         if key not in model._parts:
-            if keep:
-                whole[key] = mine.detach().cpu()
+            whole |= {key: mine.detach().cpu()} if keep else {}
             continue
         t = torch.empty(model._parts[key].shape, dtype=mine.dtype) if keep else None
         for rank in range(ranks):

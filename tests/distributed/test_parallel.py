@@ -47,10 +47,10 @@ KIMI = {
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"],
 }  # fmt: skip
 V4 = {
-    **SPECIAL, "vocab_size": 97, "hidden_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": 4,
+    **SPECIAL, "vocab_size": 97, "hidden_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": 3,
     "num_key_value_heads": 1, "head_dim": 20, "q_lora_rank": 28, "qk_rope_head_dim": 8, "n_routed_experts": 7,
     "num_experts_per_tok": 3, "n_shared_experts": 1, "max_position_embeddings": 4096, "sliding_window": 12,
-    "compress_ratios": [0, 128, 4, 128, 0], "compress_rate_hca": 9, "num_hash_layers": 1, "hc_mult": 4,
+    "compress_ratios": [128, 4, 0, 0], "compress_rate_hca": 9, "num_hash_layers": 1, "hc_mult": 4,
     "o_lora_rank": 14, "index_n_heads": 8, "index_head_dim": 18, "index_topk": 6, "swiglu_limit": 0.4,
 }  # fmt: skip
 # Counts that ranks do and do not divide. With 2 and with 4 ranks:
@@ -79,7 +79,7 @@ WHOLE = {
 # FP8 and FP4 in files, whose rows become dense as they are read.
 PUBLISHED = "v4-published"
 # Few tokens where more would show nothing else.
-NEW_TOKENS = {PUBLISHED: 8}
+NEW_TOKENS = {PUBLISHED: 8, "zamba2-3-groups": 8, "v4-3-groups": 8}
 
 Results = list[dict[str, Any]]
 
@@ -132,6 +132,10 @@ def alone(path_of: Callable[[str], Path]) -> Callable[[str], dict[str, Any]]:
     return result
 
 
+def job(path_of: Callable[[str], Path], name: str) -> dict[str, Any]:
+    return {"path": str(path_of(name)), "new_tokens": NEW_TOKENS.get(name, 100)}
+
+
 def launched(ranks: int, jobs: dict[str, Any], folder: Path) -> dict[str, Results]:
     (folder / "jobs.json").write_text(json.dumps(jobs))
     done = torchrun(ranks, WORKER, folder / "jobs.json", folder)
@@ -142,25 +146,24 @@ def launched(ranks: int, jobs: dict[str, Any], folder: Path) -> dict[str, Result
 
 @pytest.fixture(scope="module")
 def on_2(path_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    jobs: dict[str, dict[str, Any]] = {name: {"path": str(path_of(name))} for name in (*TINY, *MXFP4, *UNEVEN)}
+    jobs = {name: job(path_of, name) for name in (*TINY, *MXFP4, *UNEVEN, PUBLISHED)}
     for name in ("tiny-zamba2", "kimi-uneven", "v4-2-groups"):
         jobs[name]["save"] = str(tmp_path_factory.mktemp("saved"))
     jobs["tiny-kimi-linear"]["sample"] = True
     jobs["tiny-deepseek-v4"] |= {"load": {"mtp": True}, "draft": True}
-    jobs[PUBLISHED] = {"path": str(path_of(PUBLISHED)), "new_tokens": NEW_TOKENS[PUBLISHED]}
     results = launched(2, jobs, tmp_path_factory.mktemp("ranks"))
     return {name: [{**r, "save": jobs[name].get("save")} for r in each] for name, each in results.items()}
 
 
 @pytest.fixture(scope="module")
 def on_4(path_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    jobs = {name: {"path": str(path_of(name))} for name in UNEVEN}
+    jobs = {name: job(path_of, name) for name in UNEVEN}
     return launched(4, jobs, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
 def tiny_on_4(path_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    jobs = {name: {"path": str(path_of(name))} for name in (*TINY, *MXFP4)}
+    jobs = {name: job(path_of, name) for name in (*TINY, *MXFP4)}
     return launched(4, jobs, tmp_path_factory.mktemp("ranks"))
 
 
@@ -174,7 +177,7 @@ def same(ranks: Results, one: dict[str, Any]) -> None:
             assert largest <= TO_ONE, f"{name} differ by {largest:.2e}"
         assert torch.equal(result["greedy"], one["greedy"])
         # It is no text of one token again and again.
-        assert len(set(one["greedy"][0, 20:].tolist())) > 4
+        assert len(set(one["greedy"][0, 20:].tolist())) > 3
 
 
 @pytest.mark.parametrize("name", [*TINY, *MXFP4, *UNEVEN, PUBLISHED])
@@ -201,22 +204,26 @@ def test_what_is_whole_is_said(on_4: dict[str, Results], name: str, ranks: int) 
 
 
 @pytest.mark.parametrize("name", [*TINY, *MXFP4])
-def test_bytes(on_2: dict[str, Results], alone: Callable[[str], dict[str, Any]], path_of: Any, name: str) -> None:
-    """A rank holds half of what is divided, beside what is whole, and reads what it holds."""
-    one = alone(name)["bytes"]
+def test_bytes(on_2: dict[str, Results], path_of: Callable[[str], Path], name: str) -> None:
+    """A rank holds half of what is divided, beside what is whole or is with both, and reads what it holds."""
     for result in on_2[name]:
-        total = sum(one.values())
-        assert 2 * result["parts"] + result["whole"] == total
-        # More than half of it all is divided.
-        assert result["parts"] + result["whole"] < 0.75 * total
+        once = result["divided"] - result["again"]
+        assert result["held"] == once / 2 + result["again"] + result["whole"]
+        assert once > 0.6 * (result["divided"] + result["whole"]), "most is divided"
         stored = sum(t.nbytes for t in load_file(path_of(name) / "model.safetensors").values())
         assert result["read"] < 0.75 * stored
 
 
+def test_bytes_of_experts(on_4: dict[str, Results]) -> None:
+    """Counts that ranks do not divide are no more than one apart."""
+    key = "model.layers.1.block_sparse_moe.experts.gate_up_proj"
+    assert [result["shapes"][key][0] for result in on_4["kimi-uneven"]] == [1, 2, 2, 2]
+
+
 def test_bytes_read_are_those_held(on_2: dict[str, Results]) -> None:
-    """The file of tiny-zamba2 is bf16, what is loaded is fp32, and buffers are not in files."""
+    """The file of tiny-zamba2 is bf16, and what is loaded is fp32."""
     for result in on_2["tiny-zamba2"]:
-        assert 2 * result["read"] == result["parts"] + result["whole"]
+        assert 2 * result["read"] == result["held"]
 
 
 def test_no_rank_holds_the_experts_of_others(on_2: dict[str, Results]) -> None:

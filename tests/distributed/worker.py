@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -52,11 +53,26 @@ def measure(model: Any, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
 
 
 def sizes(model: Any) -> dict[str, int]:
-    """Bytes of parameters: held here, of those that are whole, and of the parts on one rank."""
-    held = {id(p): (name, p) for name, p in model.named_parameters()}
-    parts = [p.nbytes for name, p in held.values() if name in model._parts]
-    whole = [p.nbytes for name, p in held.values() if name not in model._parts]
-    return {"parts": sum(parts), "whole": sum(whole), "read": model.bytes_read}
+    """Bytes.
+
+    held: of all parameters here. whole: of those that are whole on each rank. divided: of the others on all ranks
+    together, but once; again: what of them ranks hold more than once. read: of the files.
+    """
+    from xpu_ports.common.parallel import parts_of
+
+    ranks = dist.get_world_size()
+    plans = [parts_of(model, model._parallel_plan(model.config, r, ranks), r, ranks) for r in range(ranks)]
+    found = {"held": 0, "whole": 0, "divided": 0, "again": 0, "read": model.bytes_read}
+    for name, p in model.named_parameters():
+        found["held"] += p.nbytes
+        if name not in model._parts:
+            found["whole"] += p.nbytes
+            continue
+        divided = math.prod(model._parts[name].shape) * p.element_size()
+        found["divided"] += divided
+        # A bias is rank 0's, which others hold as zeros.
+        found["again"] += sum(math.prod(plan[name].own) for plan in plans) * p.element_size() - divided
+    return found
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
