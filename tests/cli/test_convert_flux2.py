@@ -47,6 +47,23 @@ def parts(folder: Path) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------------------------------------------- mxfp4
 
 
+def test_pipeline_in_parts(cli, mistake, tmp_path: Path) -> None:
+    """Its other parts are copied when the transformer's are merged; a single file is not parted."""
+    options = ("--to", "mxfp4", "--shard-size", 0.0004)
+    assert cli("convert", TINY, tmp_path / "one", *options).code == 0
+    for part in ("2/2", "1/2"):
+        assert cli("convert", TINY, tmp_path / "p", *options, "--part", part).code == 0
+        assert not (tmp_path / "p" / "vae").exists()
+    assert "2 parts merged" in cli("convert", TINY, tmp_path / "p", *options, "--merge").out
+    one, made = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (tmp_path / "one", tmp_path / "p")
+    )
+    assert made == one
+    line = mistake("convert", TINY, tmp_path / "single", "--layout", "official", "--part", "1/2")
+    assert line.endswith("expected a file for each of 2 parts, found 1 in all\n")
+
+
 def test_pipeline_to_mxfp4_and_back(cli, tmp_path: Path) -> None:
     """The transformer as packing in memory makes it, the other parts as they were, and it draws."""
     outcome = cli("convert", TINY, tmp_path / "p", "--to", "mxfp4", "--verify")

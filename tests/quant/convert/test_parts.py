@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -312,6 +313,20 @@ def test_an_error_in_one_process(whole: Job) -> None:
     os.truncate(last.info.file, last.info.end - 1)
     with pytest.raises(CheckpointError, match=rf"{last.key}: expected \d+ bytes, found \d+; the file was cut"):
         writer.write(whole, writer.check_target(whole, resume=False), 1, lambda _: None, processes=2)
+
+
+def test_a_process_is_killed(whole: Job, tmp_path: Path) -> None:
+    """As one is that takes more memory than there is."""
+
+    def kill(_: int) -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(CheckpointError, match=r"every process to finish, found one that was killed; .*--resume"):
+        writer.write(whole, writer.check_target(whole, resume=False), 1, kill, processes=2)
+    writer.write(whole, writer.check_target(whole, resume=True), 1, lambda _: None)
+    write(whole.plan, tmp_path / "one", LIMIT)
+    assert contents(whole.target) == contents(tmp_path / "one")
 
 
 KILLED = """
