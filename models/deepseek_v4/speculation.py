@@ -190,12 +190,16 @@ def check_speculation(draft: str, drafts: int, model: Any) -> None:
     """What `generate` was asked for.
 
     Raises:
-        ValueError: the model has no such layer, or the number of tokens is none that a round takes back.
+        ValueError: the model has no such layer, or is on several devices, or the number of tokens is none that a round
+            takes back.
     """
     if draft != "mtp" or not hasattr(model, "mtp"):
         raise ValueError(f"draft is {draft!r}: only 'mtp' is known, of a model loaded with mtp=True")
     if not 1 <= drafts <= MOST_DRAFTS:
         raise ValueError(f"num_draft_tokens is {drafts}, not 1 to {MOST_DRAFTS}")
+    places = sorted({str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()})
+    if len(places) > 1:
+        raise ValueError(f"drafts are made by a model on one device: device_map has layers on {', '.join(places)}")
 
 
 def speculate(

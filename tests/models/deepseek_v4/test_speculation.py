@@ -205,3 +205,8 @@ def test_refuses_several_sequences_and_padding(model):
 def test_refuses_a_model_without_the_layer():
     with pytest.raises(ValueError, match="loaded with mtp=True"):
         check_speculation("mtp", 1, SimpleNamespace())
+
+
+def test_refuses_a_model_on_several_devices():
+    with pytest.raises(ValueError, match="on one device: device_map has layers on 0, 1"):
+        check_speculation("mtp", 1, SimpleNamespace(mtp=[], hf_device_map={"model.layers.0": 0, "mtp": 1}))
