@@ -471,12 +471,12 @@ def _load_parts(model: Any, plan: _Assignment, state_dict: Any, files: Any, load
             source = rule.file.index(pattern)
             parts[key] = part_of_source(model._parts[name], rule, source, counts[pattern])
             counts[pattern] += 1
-    read = [0]
+    read: list[int] = []
     with opened(state_dict, files, parts, read) as tensors:
         result = _LOAD(model, tensors, files, load_config)
     model.requires_grad_(False)
-    model.bytes_read = read[0]
-    logger.info("read %d bytes of the files", read[0])
+    model.bytes_read = sum(read)
+    logger.info("read %d bytes of the files", model.bytes_read)
     return result
 
 
