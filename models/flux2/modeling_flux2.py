@@ -334,11 +334,16 @@ class Flux2ParallelSelfAttention(_NormedAttention):
         self.sizes = [dim, dim, dim, 2 * inner]
         self.to_qkv_mlp_proj = nn.Linear(dim, sum(self.sizes), bias=False)
         self.to_out = nn.Linear(dim + inner, dim, bias=False)
+        # Where diffusers' tensor parallelism finds what stands side by side in these two.
+        self.to_qkv_mlp_proj._tp_packed_col_blocks = [dim, dim, dim, inner, inner]
+        self.to_out._tp_packed_row_blocks = [dim, inner]
 
     @force_accelerate_hooks(["norm_q", "norm_k"])
     def forward(self, x: Tensor, context: Context, kept: Flux2KVLayerCache | None) -> Tensor:
         """[B, T, D], text first."""
-        *qkv, gate_up = self.to_qkv_mlp_proj(x).split(self.sizes, dim=-1)
+        y = self.to_qkv_mlp_proj(x)
+        # Of several ranks each has as large a part of all.
+        *qkv, gate_up = y.split([size * y.shape[-1] // sum(self.sizes) for size in self.sizes], dim=-1)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in qkv)
         q, k = self.norm_rope(q, k, [self.norm_q.weight], [self.norm_k.weight], context)
         return self.to_out(concat_swiglu(attention(q, k, v, context, kept), gate_up))
@@ -385,9 +390,8 @@ class Flux2Transformer2DModel(StrictFlux2Loading, DiffusersFlux2Transformer2DMod
     diffusers does; without it they stay in fp32.
     """
 
-    # No plan for several devices: diffusers' goes by its own modules.
+    # Attention here does not exchange keys with other devices, as diffusers' processors do under its plan for that.
     _cp_plan = None
-    _tp_plan = None
     round_norm = True
 
     @register_to_config

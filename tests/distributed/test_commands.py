@@ -33,6 +33,16 @@ def test_accuracy() -> None:
     assert json.loads(done.stdout)
 
 
+@pytest.mark.full
+def test_bench() -> None:
+    command = "bench", "model", "kimi_linear", "--checkpoint", CHECKPOINT, "--prompt", 8, "--new", 12, "--json"
+    done = torchrun(2, "-m", "xpu_ports.cli", *command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["variant"] for line in lines if "variant" in line] == ["eager"]
+    assert any("divided among 2 ranks" in line.get("note", "") for line in lines)
+
+
 @pytest.fixture
 def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():

@@ -149,7 +149,7 @@ def on_2(path_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
     jobs = {name: job(path_of, name) for name in (*TINY, *MXFP4, *UNEVEN, PUBLISHED)}
     for name in ("tiny-zamba2", "kimi-uneven", "v4-2-groups"):
         jobs[name]["save"] = str(tmp_path_factory.mktemp("saved"))
-    jobs["tiny-kimi-linear"]["sample"] = True
+    jobs["tiny-kimi-linear"] |= {"sample": True, "random": True}
     jobs["tiny-deepseek-v4"] |= {"load": {"mtp": True}, "draft": True}
     results = launched(2, jobs, tmp_path_factory.mktemp("ranks"))
     return {name: [{**r, "save": jobs[name].get("save")} for r in each] for name, each in results.items()}
@@ -253,6 +253,13 @@ def test_saved_whole(on_2: dict[str, Results], path_of: Callable[[str], Path], t
 def test_guesses_change_nothing(on_2: dict[str, Results]) -> None:
     for result in on_2["tiny-deepseek-v4"]:
         assert torch.equal(result["draft"], result["greedy"][:, :50])
+
+
+def test_random_weights(on_2: dict[str, Results]) -> None:
+    """Parts differ between ranks, what is whole does not: the logits are of one model."""
+    first, second = (result["random"] for result in on_2["tiny-kimi-linear"])
+    assert torch.equal(first, second)
+    assert first.std() > 0.01
 
 
 def test_ranks_sample_alike(on_2: dict[str, Results]) -> None:

@@ -75,6 +75,17 @@ def sizes(model: Any) -> dict[str, int]:
     return found
 
 
+@torch.no_grad()
+def of_random_weights(model_class: Any, config: Any) -> torch.Tensor:
+    """The logits of a model that no rank has had as a whole."""
+    from xpu_ports.common.bench.ranks import random_model, slowest
+
+    config.dtype = torch.float32
+    model = random_model(model_class, config)
+    assert slowest(float(dist.get_rank()), model) == dist.get_world_size() - 1
+    return model(torch.arange(3, 40)[None]).logits
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     from xpu_ports.common import dispatch
 
@@ -93,6 +104,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if "draft" in job:
         with torch.no_grad():
             result["draft"] = model.generate(result["greedy"][:, :20], draft="mtp", max_new_tokens=30, do_sample=False)
+    if "random" in job:
+        result["random"] = of_random_weights(type(model), model.config)
     if "sample" in job:
         with torch.no_grad():
             result["sample"] = model.generate(result["greedy"][:, :9], do_sample=True, max_new_tokens=12)
