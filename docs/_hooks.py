@@ -35,6 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
         name = posixpath.splitext(page)[0]
         pictures = {"output_files_dir": posixpath.basename(name)}
         text, made = MarkdownExporter().from_filename(str(ROOT / source), resources=pictures)
+        text = text.replace("![png]", "![what the cell above draws]")
         files.append(File.generated(config, page, content=text))
         for picture, data in made["outputs"].items():
             files.append(File.generated(config, f"notebooks/{picture}", content=data))

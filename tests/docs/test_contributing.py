@@ -53,10 +53,10 @@ def take(root: Path, name: str, code: str) -> None:
         return
     before, indent = ENTRIES[name]
     imports = [line for line in code.splitlines(keepends=True) if line.startswith("from ")]
-    entry = textwrap.indent(code[len("".join(imports)) :].strip("\n") + "\n", " " * indent)
+    entry = code[len("".join(imports)) :].strip("\n").removesuffix(",") + ",\n"
     text = path.read_text()
     assert before in text, f"{name} has no {before!r} any more"
-    text = text.replace(before, entry + before, 1)
+    text = text.replace(before, textwrap.indent(entry, " " * indent) + before, 1)
     path.write_text(text.replace("\nfrom xpu_ports", "\n" + "".join(imports) + "from xpu_ports", 1))
 
 
