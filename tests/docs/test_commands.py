@@ -134,6 +134,7 @@ NOT_RUN = {
     "xpu-ports bench model flux2 --layout klein-4b --side 1024 --mxfp4 --out results": A_GPU,
     'torchrun --nproc-per-node 2 -m xpu_ports.cli generate CKPT "And God said"': PROCESSES,
     "torchrun --nproc-per-node 2 -m xpu_ports.cli accuracy CKPT": PROCESSES,
+    "torchrun --nproc-per-node 2 -m xpu_ports.cli bench model kimi_linear --layout 48b": "needs two large GPUs",
     "xpu-ports tune": A_GPU,
     "xpu-ports tune --model zamba2 --layout 1.2b --batch 1,8": A_GPU,
     "python -m xpu_ports.models.deepseek_v4.train_mtp CHECKPOINT --text FILE --batch 64 --rate 3e-3 --seconds 45"
