@@ -224,21 +224,53 @@ def shares_of_flux2(
     }
     activations = memory.activation_bytes(full, _vae(), side, text, dtype)
     _, flops = memory.step_operations(full, side, text, dtype)
-    reasons = {}
-    assert port._tp_plan is None, "a plan of diffusers' to read here"
-    if max(counts) > 1:
-        reasons["transformer"] = "the port has no plan: so many pictures at once, one a card"
     shares = []
-    for count in counts:
-        for form, named in (("bf16", dense), ("mxfp4", packed)):
-            sizes = [size for _, size in named.values()]
-            shares.append(
-                Share(
-                    form, count, divided=0, whole=sum(sizes), cache=0, activations=activations, largest=max(sizes),
-                    moved=sum(sizes), flops=flops, collectives=0, sent=0, made=count,
-                )
-            )  # fmt: skip
-    return shares, reasons
+    for count, (form, named) in itertools.product(counts, (("bf16", dense), ("mxfp4", packed))):
+        cut, wrong = _divided_by_diffusers(model, count)
+        if count > 1 and form != "bf16":
+            wrong = "diffusers divides no packed weights"
+        parts = [size / count for key, (_, size) in named.items() if key in cut]
+        rest = [size for key, (_, size) in named.items() if key not in cut]
+        calls, sent = _sent_of_flux2(full, count, side, text, dtype)
+        shares.append(
+            Share(
+                form, count, divided=sum(parts), whole=sum(rest), cache=0, activations=activations,
+                largest=max([*parts, *rest]), moved=sum(parts) + sum(rest), flops=flops / count, collectives=calls,
+                sent=sent, made=1, wrong=wrong,
+            )
+        )  # fmt: skip
+    return shares, {}
+
+
+def _divided_by_diffusers(model: Any, count: int) -> tuple[set[str], str]:
+    """The parameters that diffusers divides among so many cards, and why it does not where it does not."""
+    from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
+
+    if count == 1:
+        return set(), ""
+    if model.config.num_attention_heads % count:
+        return set(), f"num_attention_heads = {model.config.num_attention_heads}"
+    try:
+        specs = resolve_tp_shard_specs(model, model._tp_plan, count)
+    except ValueError as error:
+        return set(), str(error)
+    return {name for name, spec in specs.items() if spec.dim is not None}, ""
+
+
+def _sent_of_flux2(
+    config: Mapping[str, Any], count: int, side: int, text: int, dtype: torch.dtype
+) -> tuple[int, float]:
+    """(collectives, bytes that a card sends) of a step: sums behind attention and MLP, of each stream and of both."""
+    from xpu_ports.models.flux2.memory import TOKEN_PIXELS
+
+    if count == 1:
+        return 0, 0.0
+    double, single = config["num_layers"], config["num_single_layers"]
+    tokens = (side // TOKEN_PIXELS) ** 2 + text
+    # A double block sums twice for each stream, and both streams have all tokens.
+    rows = (2 * double + single) * tokens
+    width = config["num_attention_heads"] * config["attention_head_dim"] * dtype.itemsize
+    return 4 * double + single, 2 * (count - 1) / count * rows * width
 
 
 def _vae() -> dict[str, Any]:

@@ -186,7 +186,7 @@ OUTPUT = {
             ("kimi_linear", "kimi_linear", "48b", "1,2,4,8"),
             ("deepseek_v4", "deepseek_v4", "flash", "1,2,4,8"),
             ("deepseek_v4", "deepseek_v4", "pro", "1,2,4,8"),
-            ("flux2's transformer", "flux2", "dev", "1"),
+            ("flux2's transformer", "flux2", "dev", "1,2,4,8"),
         )
     },
     "beside transformers, bfloat16: layer 4": "of a planted fault: tests/common/compare/test_language.py looks for it",
