@@ -13,9 +13,11 @@ from xpu_ports.cli._common import (
     DeviceOption,
     JsonOption,
     UserError,
+    first_rank_speaks,
     numbers,
     print_json,
     print_table,
+    rank,
     resolve_device,
 )
 from xpu_ports.cli._pipeline import is_pipeline
@@ -107,7 +109,8 @@ def model(
     """Measure prefill and decode through `generate`: captured, eager, and transformers' own class beside them.
 
     Of flux2 a step of the transformer, with diffusers' class beside it. Launches and kernel milliseconds are those of
-    one eager step. With --json one object a line.
+    one eager step. With --json one object a line. Under torchrun the layers are divided among its processes, and
+    transformers' class is left out.
     """
     import torch
 
@@ -119,20 +122,21 @@ def model(
         return
     from xpu_ports.cli.bench_model import bench_model
 
-    bench_model(
-        name,
-        layout,
-        checkpoint,
-        where,
-        getattr(torch, dtype),
-        numbers(batch, "--batch"),
-        numbers(prompt, "--prompt"),
-        new,
-        peer,
-        out,
-        as_json,
-        compiled,
-    )
+    with first_rank_speaks():
+        bench_model(
+            name,
+            layout,
+            checkpoint,
+            where,
+            getattr(torch, dtype),
+            numbers(batch, "--batch"),
+            numbers(prompt, "--prompt"),
+            new,
+            peer,
+            out if rank() == 0 else None,
+            as_json,
+            compiled,
+        )
 
 
 def _bench_flux2(

@@ -19,9 +19,11 @@ from rich.table import Table
 from transformers import GenerationConfig, StaticCache
 
 import xpu_ports.models
+from xpu_ports.cli import _common
 from xpu_ports.common import graph
 from xpu_ports.common.bench.environment import environment
 from xpu_ports.common.bench.files import write_lines
+from xpu_ports.common.bench.ranks import random_model, slowest
 from xpu_ports.common.dispatch import Explanation, explain, reset_explain
 
 REPEATS = 3
@@ -78,12 +80,14 @@ def bench_model(
     Raises:
         ValueError: no such model or layout.
     """
+    reset_explain()
     model, theirs = _build(name, layout, checkpoint, device, dtype, peer)
     results: list[ModelResult] = []
-    reset_explain()
     for batch in batches:
         for prompt in prompts:
-            ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=device)
+            # The same on all ranks.
+            generator = torch.Generator(device).manual_seed(0)
+            ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=device, generator=generator)
             if graph.graph_class(device) is not None:
                 results.append(_measure("captured", model, ids, new))
             with graph.use_graphs(False):
@@ -94,7 +98,10 @@ def bench_model(
                 results.append(_measure("transformers", theirs, ids, min(new, PEER_TOKENS), count=True))
             _free(model)
     extra = [] if more is None else more(model)
-    if peer and theirs is None:
+    if _common.ranks() > 1:
+        note = f"layers divided among {_common.ranks()} ranks: bytes, launches and kernels are the first's"
+        extra.append({"kind": "note", "note": note})
+    elif peer and theirs is None:
         note = "transformers' class has its weights under other names: it is measured with --checkpoint alone"
         extra.append({"kind": "note", "note": note})
     _report(name, layout or str(checkpoint), device, dtype, results, explain(show=False), out, as_json, extra)
@@ -103,16 +110,20 @@ def bench_model(
 def _build(
     name: str, layout: str | None, checkpoint: Path | None, device: torch.device, dtype: torch.dtype, peer: bool
 ) -> tuple[Any, Any]:
-    """Our model and transformers' on the same weights, in the same memory."""
+    """Our model and transformers' on the same weights, in the same memory; of several processes this one's part."""
     if name not in xpu_ports.models.PORTS:
         raise ValueError(f"no port of model type {name!r}; there are: {', '.join(xpu_ports.models.PORTS)}")
     class_name = xpu_ports.models.PORTS[name][1]["AutoModelForCausalLM"]
     ours = getattr(importlib.import_module(f"xpu_ports.models.{name}"), class_name)
+    if checkpoint is not None and _common.ranks() > 1:
+        return ours.from_pretrained(checkpoint, dtype=dtype, tp_plan="auto").eval(), None
     if checkpoint is not None:
         model = ours.from_pretrained(checkpoint, dtype=dtype).to(device)
     else:
         layouts = importlib.import_module(f"xpu_ports.models.{name}.layouts")
         config = layouts.layout_config(layout or next(iter(layouts.LAYOUTS)), dtype=dtype)
+        if _common.ranks() > 1:
+            return random_model(ours, config), None
         with default_dtype(dtype), torch.device(device):
             model = ours(config)
     model = model.eval()
@@ -164,7 +175,7 @@ def _measure(variant: str, model: Any, ids: torch.Tensor, new: int, count: bool 
         start = time.perf_counter()
         model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
         synchronize()
-        return time.perf_counter() - start
+        return slowest(time.perf_counter() - start, model)
 
     generate(3)  # compiles, captures
     prefills = sorted(generate(1) for _ in range(REPEATS))
@@ -199,7 +210,7 @@ def _measure_compiled(model: Any, ids: torch.Tensor, new: int) -> ModelResult:
             token = logits[:, -1:].argmax(dim=-1)
             logits = step(input_ids=token, cache=cache, position_ids=positions[:, i : i + 1], logits_to_keep=1).logits
         synchronize()
-        return time.perf_counter() - start
+        return slowest(time.perf_counter() - start, model)
 
     generate(4)  # compiles
     prefills = sorted(generate(1) for _ in range(REPEATS))
