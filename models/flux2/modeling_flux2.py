@@ -335,8 +335,9 @@ class Flux2ParallelSelfAttention(_NormedAttention):
         self.to_qkv_mlp_proj = nn.Linear(dim, sum(self.sizes), bias=False)
         self.to_out = nn.Linear(dim + inner, dim, bias=False)
         # Where diffusers' tensor parallelism finds what stands side by side in these two.
-        self.to_qkv_mlp_proj._tp_packed_col_blocks = [dim, dim, dim, inner, inner]
-        self.to_out._tp_packed_row_blocks = [dim, inner]
+        into: Any = self.to_qkv_mlp_proj
+        out: Any = self.to_out
+        into._tp_packed_col_blocks, out._tp_packed_row_blocks = [dim, dim, dim, inner, inner], [dim, inner]
 
     @force_accelerate_hooks(["norm_q", "norm_k"])
     def forward(self, x: Tensor, context: Context, kept: Flux2KVLayerCache | None) -> Tensor:
