@@ -244,7 +244,7 @@ def shares_of_flux2(
 
 def _divided_by_diffusers(model: Any, count: int) -> tuple[set[str], str]:
     """The parameters that diffusers divides among so many cards, and why it does not where it does not."""
-    from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
+    from xpu_ports.models.flux2.diffusers_api import resolve_tp_shard_specs
 
     if count == 1:
         return set(), ""
@@ -275,7 +275,7 @@ def _sent_of_flux2(
 
 def _vae() -> dict[str, Any]:
     """The config of the released VAE, as far as memory asks for it: diffusers' own defaults."""
-    from diffusers import AutoencoderKLFlux2
+    from xpu_ports.models.flux2.diffusers_api import AutoencoderKLFlux2
 
     defaults = inspect.signature(AutoencoderKLFlux2.__init__).parameters
     return {"block_out_channels": defaults["block_out_channels"].default}

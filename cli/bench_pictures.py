@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +24,7 @@ from xpu_ports.common.bench.environment import environment
 from xpu_ports.common.bench.files import write_lines
 from xpu_ports.common.bench.timing import Plan, Run, Stopwatch, eager_run, interleave
 from xpu_ports.common.graph import graph_class, use_graphs
-from xpu_ports.models.flux2 import Flux2Transformer2DModel
+from xpu_ports.models.flux2 import Flux2Transformer2DModel, diffusers_api
 from xpu_ports.models.flux2.layouts import LAYOUTS
 from xpu_ports.models.flux2.packed import quantize_transformer
 
@@ -75,7 +74,9 @@ def bench_pictures(
     name = checkpoint.name if checkpoint is not None else layout or "klein-4b"
     ours, theirs = _models(name, checkpoint, device, dtype, options)
     path = out / f"flux2-{name}.jsonl" if out is not None and out.suffix != ".jsonl" else out
-    lines: list[dict[str, Any]] = [{"kind": "environment", **environment(device), "diffusers": diffusers.__version__}]
+    lines: list[dict[str, Any]] = [
+        {"kind": "environment", **environment(device), "diffusers": diffusers_api.__version__}
+    ]
     size: dict[str, Any] = {"side": options.side, "text": options.text, "layers": options.layers}
     if dtype != torch.bfloat16:
         size["dtype"] = str(dtype).removeprefix("torch.")
@@ -115,7 +116,7 @@ def _models(
     if not options.peer:
         return ours, None
     with default_dtype(dtype), torch.device("meta"):
-        theirs: Any = diffusers.Flux2Transformer2DModel(**config)
+        theirs: Any = diffusers_api.DiffusersFlux2Transformer2DModel(**config)
     theirs.load_state_dict(ours.state_dict(), assign=True)
     return ours, theirs.eval().requires_grad_(False)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 try:
-    from diffusers import DiffusionPipeline
+    from diffusers import AutoencoderKLFlux2, DiffusionPipeline, __version__
     from diffusers import Flux2Transformer2DModel as DiffusersFlux2Transformer2DModel
     from diffusers.configuration_utils import register_to_config
+    from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
     from diffusers.loaders.single_file_utils import load_single_file_checkpoint
     from diffusers.models.transformers.transformer_flux2 import (
         Flux2AttnProcessor,
@@ -30,6 +31,7 @@ except ImportError as error:
 __all__ = [
     "CONFIGS",
     "QUANTIZERS",
+    "AutoencoderKLFlux2",
     "DiffusersFlux2Transformer2DModel",
     "DiffusersQuantizer",
     "DiffusionPipeline",
@@ -40,8 +42,10 @@ __all__ = [
     "Flux2KVParallelSelfAttnProcessor",
     "Flux2ParallelSelfAttnProcessor",
     "Flux2Transformer2DModelOutput",
+    "__version__",
     "apply_lora_scale",
     "disable_progress_bar",
     "load_single_file_checkpoint",
     "register_to_config",
+    "resolve_tp_shard_specs",
 ]

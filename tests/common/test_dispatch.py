@@ -539,6 +539,8 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "add_rms_norm": lambda: (torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)),
     "rms_norm_backward": lambda: (torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)),
     "gated_rms_norm": lambda: (torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)),
+    "gated_square_sum": lambda: (torch.randn(3, 8), torch.randn(3, 8)),
+    "gated_norm_by_sum": lambda: (torch.randn(3, 8), torch.randn(3, 8), torch.randn(8), torch.rand(3), 16, 1e-5),
     "gated_rms_norm with prenorm": lambda: (
         *(torch.randn(3, 8), torch.randn(3, 8), None, 1e-5, 4),
         *(True, "sigmoid", torch.randn(3, 8), True, True),

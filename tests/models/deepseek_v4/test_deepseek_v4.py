@@ -38,6 +38,9 @@ NARROW: dict[str, Any] = {
 }  # fmt: skip
 
 
+LENGTHS = [(1,), (3,), (37, 5, 90), (64, 7), (17, 1, 1, 130)]
+
+
 def load(folder: Path, dtype: torch.dtype = torch.float32, cls: type = DeepseekV4ForCausalLM, **overrides):
     return cls.from_pretrained(folder, dtype=dtype, **overrides).eval()
 
@@ -58,6 +61,11 @@ def ids(text: Tensor) -> Tensor:
 def tiny():
     """As shipped: the indexer chooses 16 entries."""
     return load(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return load(CHECKPOINT, torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -319,9 +327,16 @@ class TestPieces:
         length = start + 21
         assert largest(in_pieces(tiny, ids[:, :length], start, 1), full[:, :length]) <= DECODE_TO_FULL
 
-    @pytest.mark.parametrize("lengths", [(1,), (3,), (37, 5, 90), (64, 7), (17, 1, 1, 130)])
-    def test_pieces(self, ids, tiny, full, lengths):
-        assert largest(in_pieces(tiny, ids[:, :150], *lengths), full[:, :150]) <= DECODE_TO_FULL
+    @pytest.mark.parametrize("lengths", LENGTHS)
+    def test_pieces(self, ids, exact, lengths):
+        """In fp64, where no two scores are so close that the sums' order decides which entry is chosen."""
+        assert largest(in_pieces(exact, ids[:, :150], *lengths), exact(ids[:, :150]).logits) <= 1e-11
+
+    @pytest.mark.parametrize("lengths", LENGTHS)
+    def test_pieces_in_fp32(self, ids, lengths):
+        """Every entry chosen."""
+        model = load(CHECKPOINT, **ALL)
+        assert largest(in_pieces(model, ids[:, :150], *lengths), model(ids[:, :150]).logits) <= DECODE_TO_FULL
 
     def test_tiles(self, ids, tiny, full, monkeypatch):
         monkeypatch.setattr(modeling_deepseek_v4, "TILE", 23)
