@@ -94,9 +94,10 @@ def test_strided_weights_and_choices(grouped: Runner) -> None:
     grouped(torch.randn(5, 64).bfloat16(), packed[::2, 1::2, 32:], scale[::2, 1::2, 2:], experts)
 
 
-# One row a program, and sorted: at most 8, 16 and more rows of an expert.
-@pytest.mark.parametrize("M", [3, 18, 30, 70])
-@pytest.mark.parametrize("architecture", ["nvidia", "arc-a"])
+# One row a program, and sorted: at most 8, 16 and more rows of an expert. Arc A has no tiles, so nothing is sorted.
+@pytest.mark.parametrize(
+    ("architecture", "M"), [("nvidia", 3), ("nvidia", 18), ("nvidia", 30), ("nvidia", 70), ("arc-a", 5)]
+)
 def test_other_architectures(
     grouped: Runner, target: Target, monkeypatch: pytest.MonkeyPatch, architecture: str, M: int
 ) -> None:
