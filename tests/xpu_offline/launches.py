@@ -6,6 +6,7 @@ python -m tests.xpu_offline.launches > tests/xpu_offline/launches.txt
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -63,7 +64,11 @@ def captured() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **options: launches.append((kernel.fn.__name__.removeprefix("_"), grid, options))
+        def noted(*args: Any, **options: Any) -> None:
+            check_form(kernel, args, options)
+            launches.append((kernel.fn.__name__.removeprefix("_"), grid, options))
+
+        return noted
 
     with (
         mock.patch.object(KernelInterface, "__getitem__", launch),
@@ -72,6 +77,16 @@ def captured() -> Iterator[list[Launch]]:
         mock.patch.object(torch.Tensor, "copy_", lambda self, *args, **kwargs: self),
     ):
         yield launches
+
+
+def check_form(kernel: Any, args: tuple, options: dict[str, Any]) -> None:
+    """The form that `tritonlib.Kernel` takes: what changes from launch to launch by position, constants by name."""
+    parameters = inspect.signature(kernel.fn).parameters
+    constants = [name for name, p in parameters.items() if "constexpr" in str(p.annotation)]
+    changing = [name for name in parameters if name not in constants]
+    name, given = kernel.fn.__name__, list(parameters)[: len(args)]
+    assert given == changing, f"{name}: {given} by position, not {changing}"
+    assert set(constants) <= options.keys(), f"{name}: {set(constants) - options.keys()} not by name"
 
 
 def launches_of(case: Case, size: str, dtype: torch.dtype, architecture: str) -> tuple[str, str, list[Launch]]:

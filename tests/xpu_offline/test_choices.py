@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from tests.xpu_offline.launches import ARCHITECTURES, KERNEL_CASES, arguments, launches_of, lines, on_xpu
+from tests.xpu_offline.launches import ARCHITECTURES, KERNEL_CASES, arguments, check_form, launches_of, lines, on_xpu
 from xpu_ports.common import device, dispatch
 from xpu_ports.common.bench.case import Case
 from xpu_ports.common.bench.registry import CASES
 from xpu_ports.common.device import ARCHITECTURES as FACTS
 from xpu_ports.common.device import grf_options, use_architecture
 from xpu_ports.common.dispatch import OPS, BackendError, use_backend
+from xpu_ports.common.tritonlib import tl
 
 RECORDED = pathlib.Path(__file__).with_name("launches.txt")
 EVERY_CASE = pytest.mark.parametrize("case", KERNEL_CASES.values(), ids=KERNEL_CASES)
@@ -216,3 +218,15 @@ def test_facts_that_launches_rest_on() -> None:
     assert [FACTS[a].dot_lanes for a in ARCHITECTURES] == [16, 16, 32]
     with use_architecture("arc-a"):
         assert dataclasses.asdict(device.architecture(torch.device("xpu", 3)))["name"] == "arc-a"
+
+
+@pytest.mark.parametrize(("args", "options"), [((1, 2), {}), ((1,), {"n": 3, "BLOCK": 2}), ((1, 3), {"SIZE": 2})])
+def test_a_launch_in_another_form(args: tuple, options: dict) -> None:
+    """A constant that is left out or given by position would be kept with another call's number."""
+
+    def kernel(x_ptr, n, BLOCK: tl.constexpr): ...
+
+    stub = types.SimpleNamespace(fn=kernel)
+    check_form(stub, (1, 3), {"BLOCK": 2, "num_warps": 4})
+    with pytest.raises(AssertionError, match="kernel: "):
+        check_form(stub, args, options)
