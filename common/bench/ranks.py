@@ -1,4 +1,4 @@
-"""Models divided among ranks without a checkpoint, and times that all ranks agree on."""
+"""Models with random weights that are the same on any number of ranks, and times that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -8,31 +8,68 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from xpu_ports.common.parallel import Part, blocks
 
-def random_model(model_class: Any, config: Any) -> Any:
-    """This rank's part of a model with random weights, on the rank's device; nothing is made that it does not keep.
 
-    What ranks have whole is the same on all of them.
+def random_model(model_class: Any, config: Any, device: torch.device | None = None) -> Any:
+    """A model with random weights, or this rank's part of it: the same numbers on any number of ranks.
+
+    Weights are drawn as the model draws them, a module at a time, from a seed that its name gives; of several ranks
+    each draws all of a module and keeps its part. Beside what it keeps it holds one module's weights at most.
 
     Args:
         model_class: with a plan for several ranks.
         config: its `dtype` is the weights'.
+        device: where a whole model goes; None for a rank's part, which goes to the rank's device.
     """
-    wanted, device, meshes = model_class.prepare_distribute_model(DistributedConfig(tp_plan="auto"))
     with torch.device("meta"):
-        model = model_class._from_config(deepcopy(config))
-    model = model_class.maybe_distribute_model(model, wanted, meshes)
-    model.to_empty(device=device)
+        whole = model_class._from_config(deepcopy(config))
+    whole.tie_weights()
+    names = {name for name, _ in whole.named_parameters()}
+    model = whole
+    if device is None:
+        wanted, device, meshes = model_class.prepare_distribute_model(DistributedConfig(tp_plan="auto"))
+        with torch.device("meta"):
+            model = model_class._from_config(deepcopy(config))
+        model = model_class.maybe_distribute_model(model, wanted, meshes)
+        model.to_empty(device=device)
+        model.tie_weights()
+    seed = torch.initial_seed()
+    for path, source in whole.named_modules():
+        source.to_empty(device=device, recurse=False)
+        torch.manual_seed(zlib.crc32(path.encode()))
+        model._init_weights(source)
+        if model is not whole:
+            _keep(model, model.get_submodule(path), path, source, names)
+            source.to_empty(device=torch.device("meta"), recurse=False)
+    torch.manual_seed(seed)
     model.tie_weights()
-    model.init_weights()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.dim() > 1:
-                generator = torch.Generator(p.device).manual_seed(zlib.crc32(name.encode()))
-                p.normal_(0.0, config.initializer_range, generator=generator)
     return model.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def _keep(model: Any, module: nn.Module, path: str, source: nn.Module, names: set[str]) -> None:
+    """Copy a module's own parameters, or the rank's parts of them, and its buffers."""
+    for last, own in module.named_parameters(recurse=False, remove_duplicate=False):
+        name = f"{path}.{last}".lstrip(".")
+        # What is tied has the numbers of its first name.
+        if name in names:
+            given = getattr(source, last)
+            copy_part(own, given, model._parts.get(name, Part(tuple(given.shape), {})))
+    for last, buffer in module.named_buffers(recurse=False):
+        buffer.copy_(getattr(source, last))
+
+
+def copy_part(own: Tensor, whole: Tensor, part: Part) -> None:
+    """Copy a rank's part of a tensor into `own`."""
+    if part.zero:
+        own.zero_()
+        return
+    for at, mine in blocks(part):
+        own[mine].copy_(whole[at])
 
 
 def slowest(seconds: float, model: Any) -> float:

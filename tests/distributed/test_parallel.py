@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import DeepseekV4Config, KimiLinearConfig, Zamba2Config
 
 from tests.distributed.launch import torchrun
-from tests.distributed.worker import load, measure, model_class
+from tests.distributed.worker import load, measure, model_class, of_random_weights
 from tests.models.deepseek_v4.test_published import make as write_published
 from xpu_ports.models.deepseek_v4 import DeepseekV4ForCausalLM
 from xpu_ports.models.kimi_linear import KimiLinearForCausalLM
@@ -78,6 +78,8 @@ WHOLE = {
 
 # FP8 and FP4 in files, whose rows become dense as they are read.
 PUBLISHED = "v4-published"
+# Weights drawn by name: tied ones, biases, counts that ranks do not divide.
+RANDOM = ("tiny-zamba2", "zamba2-2-groups", "kimi-uneven", "v4-2-groups")
 # Few tokens where more would show nothing else.
 NEW_TOKENS = {PUBLISHED: 8, "zamba2-3-groups": 8, "v4-3-groups": 8}
 
@@ -149,7 +151,9 @@ def on_2(path_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
     jobs = {name: job(path_of, name) for name in (*TINY, *MXFP4, *UNEVEN, PUBLISHED)}
     for name in ("tiny-zamba2", "kimi-uneven", "v4-2-groups"):
         jobs[name]["save"] = str(tmp_path_factory.mktemp("saved"))
-    jobs["tiny-kimi-linear"] |= {"sample": True, "random": True}
+    jobs["tiny-kimi-linear"]["sample"] = True
+    for name in RANDOM:
+        jobs[name]["random"] = True
     jobs["tiny-deepseek-v4"] |= {"load": {"mtp": True}, "draft": True}
     results = launched(2, jobs, tmp_path_factory.mktemp("ranks"))
     return {name: [{**r, "save": jobs[name].get("save")} for r in each] for name, each in results.items()}
@@ -255,11 +259,16 @@ def test_guesses_change_nothing(on_2: dict[str, Results]) -> None:
         assert torch.equal(result["draft"], result["greedy"][:, :50])
 
 
-def test_random_weights(on_2: dict[str, Results]) -> None:
-    """Parts differ between ranks, what is whole does not: the logits are of one model."""
-    first, second = (result["random"] for result in on_2["tiny-kimi-linear"])
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_weights(on_2: dict[str, Results], path_of: Callable[[str], Path], name: str) -> None:
+    """They are those of one process, though no rank draws with its own shapes."""
+    path = path_of(name)
+    config = model_class(path).config_class.from_pretrained(path)
+    one = of_random_weights(model_class(path), config, torch.device("cpu"))
+    first, second = (result["random"] for result in on_2[name])
     assert torch.equal(first, second)
     assert first.std() > 0.01
+    torch.testing.assert_close(first, one, rtol=0, atol=TO_ONE)
 
 
 def test_ranks_sample_alike(on_2: dict[str, Results]) -> None:

@@ -76,13 +76,14 @@ def sizes(model: Any) -> dict[str, int]:
 
 
 @torch.no_grad()
-def of_random_weights(model_class: Any, config: Any) -> torch.Tensor:
-    """The logits of a model that no rank has had as a whole."""
+def of_random_weights(model_class: Any, config: Any, device: torch.device | None = None) -> torch.Tensor:
+    """The logits of a model that no rank has had as a whole, or of the whole one where a device is given."""
     from xpu_ports.common.bench.ranks import random_model, slowest
 
     config.dtype = torch.float32
-    model = random_model(model_class, config)
-    assert slowest(float(dist.get_rank()), model) == dist.get_world_size() - 1
+    model = random_model(model_class, config, device)
+    if device is None:
+        assert slowest(float(dist.get_rank()), model) == dist.get_world_size() - 1
     return model(torch.arange(3, 40)[None]).logits
 
 
