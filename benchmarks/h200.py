@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 FOLDERS = ("cli", "common", "models", "quant")
 # Seconds after which a section is stopped.
-LIMITS = {"tests": 120, "ops": 300, "tune": 150, "models": 420, "flux2": 150, "drafts": 150}
+LIMITS = {"tests": 200, "ops": 300, "tune": 150, "models": 420, "flux2": 150, "drafts": 150}
 SCRIPTS = {"drafts": "deepseek_v4_drafts.py"}
 NORMS = "rms_norm,add_rms_norm,rms_norm_backward,gated_rms_norm"
 DEFAULT = ("tests", f"ops:{NORMS}")
@@ -59,6 +59,10 @@ def _run(command: list[str], environment: dict[str, str], limit: float) -> int |
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
+        # Asked first: pytest then says what has failed so far.
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
         return f"stopped after {limit:.0f} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -84,7 +88,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _command(section: str) -> list[str]:
     if section == "tests":
-        workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+        workers = ["-n", str(min(16, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
         options = ["--backend", "cuda", "-q", "--tb=short", "--maxfail=15", "-p", "no:cacheprovider"]
         return [sys.executable, "-m", "pytest", "tests/common/kernels", "tests/quant", *options, *workers]
     return [sys.executable, str(ROOT / "benchmarks" / SCRIPTS.get(section, f"{section}.py"))]
