@@ -87,9 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error)
 
 
+def _message(error: Exception) -> str:
+    """What an error says, of a file without Python's number in front: "x.json: no such file or directory"."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    return str(error)
+
+
 def _report(error: Exception) -> int:
     """Say what went wrong in one line on stderr, and on which of several processes; returns the exit code."""
-    message = " ".join(str(error).split())
+    message = " ".join(_message(error).split())
     if _common.ranks() > 1:
         message = f"rank {_common.rank()} of {_common.ranks()}: {message}"
     if isinstance(error, _CommandLineError):

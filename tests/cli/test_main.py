@@ -94,7 +94,7 @@ def _raise(error: BaseException):
         (ValueError("a\n  b"), "xpu-ports: a b\n"),
         (
             OSError(2, "No such file or directory", "x.json"),
-            "xpu-ports: [Errno 2] No such file or directory: 'x.json'\n",
+            "xpu-ports: x.json: no such file or directory\n",
         ),
         (BackendError("rms_norm: not here"), "xpu-ports: rms_norm: not here\n"),
         (SafetensorError("header too large"), "xpu-ports: header too large\n"),
