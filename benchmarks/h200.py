@@ -1,11 +1,11 @@
 """Make the H200 numbers of the documentation: the kernels' tests on the GPU, then the ops beside their peers.
 
     python benchmarks/h200.py [tests] [ops[:NAME,...]] [tune[:NAME,...]] [models[:NAME,...]]
-        [flux2[:OPTION,...]] [drafts[:OPTION,...]]
+        [flux2[:OPTION,...]] [drafts[:OPTION,...]] [scaling[:OPTION,...]]
 
-Needs nothing installed but torch, Triton and pytest, and diffusers for flux2: the checkout is imported in place.
-Results go to the folder in OUT, or to benchmarks/results. Each section runs in a process of its own, so that one that
-fails leaves the others.
+Needs nothing installed but torch, Triton and pytest, and diffusers for flux2 and for scaling, which wants two cards:
+the checkout is imported in place. Results go to the folder in OUT, or to benchmarks/results. Each section runs in a
+process of its own, so that one that fails leaves the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 FOLDERS = ("cli", "common", "models", "quant")
 # Seconds after which a section is stopped.
-LIMITS = {"tests": 200, "ops": 300, "tune": 150, "models": 420, "flux2": 150, "drafts": 150}
+LIMITS = {"tests": 200, "ops": 300, "tune": 150, "models": 420, "flux2": 150, "drafts": 150, "scaling": 480}
 SCRIPTS = {"drafts": "deepseek_v4_drafts.py"}
 NORMS = "rms_norm,add_rms_norm,rms_norm_backward,gated_rms_norm"
 DEFAULT = ("tests", f"ops:{NORMS}")

@@ -89,14 +89,14 @@ def bench_model(
             generator = torch.Generator(device).manual_seed(0)
             ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=device, generator=generator)
             if graph.graph_class(device) is not None:
-                results.append(_measure("captured", model, ids, new))
+                results.append(measure("captured", model, ids, new))
             with graph.use_graphs(False):
-                results.append(_measure("eager", model, ids, min(new, 48), count=True))
+                results.append(measure("eager", model, ids, min(new, 48), count=True))
                 if compiled:
                     results.append(_measure_compiled(model, ids, min(new, 48)))
             if theirs is not None:
-                results.append(_measure("transformers", theirs, ids, min(new, PEER_TOKENS), count=True))
-            _free(model)
+                results.append(measure("transformers", theirs, ids, min(new, PEER_TOKENS), count=True))
+            free(model)
     extra = [] if more is None else more(model)
     if _common.ranks() > 1:
         note = f"layers divided among {_common.ranks()} ranks: bytes, launches and kernels are the first's"
@@ -165,7 +165,17 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _measure(variant: str, model: Any, ids: torch.Tensor, new: int, count: bool = False) -> ModelResult:
+def measure(variant: str, model: Any, ids: torch.Tensor, new: int, count: bool = False) -> ModelResult:
+    """Prefill and decode through `generate`, ids [B, T]; several ranks give the times of the slowest.
+
+    Args:
+        variant: the name of the result.
+        new: tokens to decode.
+        count: also the kernels of one step, which then must not be captured.
+
+    Raises:
+        ValueError: times drown in noise.
+    """
     batch, prompt = ids.shape
     synchronize = _synchronizer(ids.device)
 
@@ -288,7 +298,8 @@ def _synchronizer(device: torch.device) -> Callable[[], None]:
     return (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
 
 
-def _free(model: Any) -> None:
+def free(model: Any) -> None:
+    """Give back a model's captured steps and what else is not in use."""
     model.__dict__.pop("_decode_graphs", None)
     gc.collect()
     if torch.accelerator.is_available():
