@@ -238,54 +238,65 @@ def _free_port() -> int:
 # ---------------------------------------------------------------------------------------------------------- summary
 
 
+NAMES = {"kimi_linear": "kimi", "deepseek_v4": "v4", "deepseek_v4-more": "v4+"}
+
+
 def summary(lines: list[dict[str, Any]]) -> str:
-    """The results in words, a line each."""
-    rows = [line for line in lines if line["kind"] != "environment"]
-    return "\n".join(["", *(text for text in map(_described, rows) if text)])
+    """The results in words, a line each; of what the device does only the rank that waits least for the other."""
+    least: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in lines:
+        if line["kind"] == "busy":
+            key = tuple(line[name] for name in ("model", "cards", "variant", "what", "batch"))
+            if key not in least or line["collective_ms"] < least[key]["collective_ms"]:
+                least[key] = line
+    shown = (line for line in lines if line["kind"] != "busy" or line in least.values())
+    return "\n".join(["", *filter(None, map(_described, shown))])
 
 
 def _described(line: dict[str, Any]) -> str:
-    kind, head = line["kind"], f"{line['model']:<17}x{line.get('cards', '')} "
-    if kind == "built":
-        return f"{head}weights {line['weights'] / 2**30:.2f} GiB, layers {line.get('layers', 'all')}"
-    if kind == "rate":
-        return (
-            f"{head}{line['variant']}, batch {line['batch']}: {line['decode_tokens_per_s']:,.1f} tok/s "
-            f"({line['decode_low']:,.1f}-{line['decode_high']:,.1f}), prefill {line['prefill_tokens_per_s']:,.0f} tok/s"
-            f"{', ' if line['ran'] else ''}{'; '.join(line['ran'])}"
-        )
-    if kind == "prompt":
-        return f"{head}prefill of {line['tokens']}: {1e3 * line['seconds']:.1f} ms, {line['tokens_per_s']:,.0f} tok/s"
-    if kind == "picture":
-        return f"{head}{line['variant']}: {1e3 * line['seconds']:.1f} ms a step"
-    if kind == "busy":
-        return (
-            f"{head}{line['variant']} {line['what']}, batch {line['batch']}, rank {line['rank']}: "
-            f"{line['kernels']:.0f} kernels, {line['busy_ms']:.3f} of {line['span_ms']:.3f} ms busy; "
-            f"{line['collectives']:.0f} collectives {line['collective_ms']:.3f} ms = {line['share']:.1%}, "
-            f"median {line['collective_us']:.1f} us"
-        )
-    if kind == "all_reduce":
-        took = ", ".join(f"{name} {1e6 * line[name]:.1f} us" for name in ("eager", "captured") if name in line)
-        return f"{head}sum of {line['rows']} x {line['columns']}: {took}"
-    if kind == "memory":
-        sizes = {key: " ".join(f"{size / 2**30:.2f}" for size in line[key]) for key in ("weights", "peak", "used")}
-        return f"{head}GiB, {line['when']}: {', '.join(f'{key} {text}' for key, text in sizes.items())}"
+    """A line of the results; empty for those that are in the file alone."""
+    kind, head = line["kind"], NAMES.get(line["model"], line["model"])
     if kind == "accuracy":
-        budget = f"; error {line['error']:.3g} of {line['allowed']:.3g} allowed" if "allowed" in line else ""
-        tokens = f", KL {line['kl']:.2e}, top-1 {line['top_1']:.1%}" if "kl" in line else ""
+        tokens = f" KL {line['kl']:.1e} top-1 {line['top_1']:.0%}" if "kl" in line else ""
+        budget = f" error {line['error']:.3g} of {line['allowed']:.3g}" if "allowed" in line else ""
         return (
-            f"{line['model']:<17}{line['got']} - {line['expected']}: largest {line['largest']:.3g} of "
-            f"{line['scale']:.3g}, relative {line['relative']:.2e}{tokens}{budget}"
+            f"{head} {line['got']} - {line['expected']}: {line['largest']:.3g} of {line['scale']:.3g}, "
+            f"rms {line['relative']:.1e}{tokens}{budget}"
         )
     if kind == "experts":
         return (
-            f"{line['model']:<17}{line['got']} - {line['expected']}: other experts in {line['differ']} of "
-            f"{line['choices']} choices, of {line['tokens']} tokens"
+            f"{head} {line['got']} - {line['expected']}: {line['differ']} of {line['choices']} choices differ, "
+            f"in {line['tokens']} tokens"
         )
-    if kind == "failed":
-        return f"{head}FAILED {line['what']}: {line['error'][:200]}"
-    return ""
+    head += f" x{line['cards']}"
+    if kind == "built":
+        return f"{head} {line['weights'] / 2**30:.2f} GiB, layers {line.get('layers', 'all')}"
+    if kind == "rate":
+        return (
+            f"{head} {line['variant']} b{line['batch']}: {line['decode_tokens_per_s']:,.1f} tok/s "
+            f"({line['decode_low']:,.1f}-{line['decode_high']:,.1f}), prompt {line['prefill_tokens_per_s']:,.0f} tok/s"
+            f" {'; '.join(line['ran'])}"
+        )
+    if kind == "prompt":
+        return f"{head} prompt of {line['tokens']}: {1e3 * line['seconds']:.1f} ms, {line['tokens_per_s']:,.0f} tok/s"
+    if kind == "picture":
+        return f"{head} {line['variant']}: {1e3 * line['seconds']:.1f} ms a step"
+    if kind == "busy":
+        sums = (
+            f", {line['collectives']:.0f} collectives {line['collective_ms']:.3f} ms = {line['share']:.1%}, "
+            f"each {line['collective_us']:.1f} us"
+        )
+        return (
+            f"{head} {line['variant']} {line['what']} b{line['batch']}: {line['kernels']:.0f} kernels "
+            f"{line['busy_ms']:.3f} ms in {line['span_ms']:.3f} ms{sums if line['collectives'] else ''}"
+        )
+    if kind == "all_reduce":
+        took = ", ".join(f"{name} {1e6 * line[name]:.1f} us" for name in ("eager", "captured") if name in line)
+        return f"{head} sum of {line['rows']} x {line['columns']}: {took}"
+    if kind == "memory":
+        sizes = {key: " ".join(f"{size / 2**30:.2f}" for size in line[key]) for key in ("weights", "peak", "used")}
+        return f"{head} {line['when']} GiB: {', '.join(f'{key} {text}' for key, text in sizes.items())}"
+    return f"{head} FAILED {line['what']}: {line['error'][:160]}" if kind == "failed" else ""
 
 
 if __name__ == "__main__":

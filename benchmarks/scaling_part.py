@@ -171,7 +171,7 @@ def language(part: Part) -> None:
                 part.save("captured", scaling.logits_by_steps(model, ids, part.sizes.read).cpu())
         rates(part, model, "captured", part.sizes.new)
     part.memory("captured", model)
-    if part.cards > 1:
+    if part.cards > 1 and MORE not in part.name:
         with part.attempt("sums"), torch.no_grad():
             for rows in (*part.sizes.batches, part.sizes.long):
                 took = scaling.all_reduce_times(
