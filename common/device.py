@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from xpu_ports.common import tritonlib
+from xpu_ports.common import replay, tritonlib
 
 ENVIRONMENT = "XPU_PORTS_ARCHITECTURE"
 
@@ -68,7 +68,8 @@ def use_architecture(name: str) -> Iterator[None]:
     """Configure launches for another architecture inside a `with` block: to compile for a device that is not here."""
     token = _OVERRIDE.set(_named(name))
     try:
-        yield
+        with replay.off():
+            yield
     finally:
         _OVERRIDE.reset(token)
 

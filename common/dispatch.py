@@ -12,6 +12,8 @@ does not refuse, then the reference. `explain()` tells what was picked and why.
 
 Every op is a `torch.library` op too (`torch.ops.xpu_ports.<name>`): under `torch.compile` that overload is traced,
 so a graph stays whole and the choice is made when it runs.
+
+What an accelerator's kernel was launched with for a call is kept (`replay`), and done again for the next that is alike.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
 
+from xpu_ports.common import replay
+
 ENVIRONMENT = "XPU_PORTS_BACKEND"
 # Packages whose modules define ops; imported by name, so that imports keep pointing one way.
 OP_PACKAGES = ("xpu_ports.common.kernels", "xpu_ports.quant.mxfp4.kernels")
@@ -45,6 +49,9 @@ OPS: dict[str, Op] = {}
 # Back ends that can run on CPU tensors here although they are written for accelerators (Triton's interpreter).
 # They are taken on a CPU only when forced: a fresh machine runs the reference.
 EMULATED_ON_CPU: set[str] = set()
+# The back end whose launches are seen, so that calls on it can be kept; how many an op keeps.
+_LAUNCHES_SEEN = "triton"
+MOST_PLANS = 1024
 
 
 class BackendError(RuntimeError):
@@ -62,7 +69,9 @@ _from_environment: Mapping[str, str] | None = None
 def forced_choices() -> Mapping[str, str | None]:
     """The back ends forced here and now, by op; "*" for every op without a choice of its own."""
     forced = _FORCED.get()
-    return _environment_choices() if forced is None else forced
+    if forced is not None:
+        return forced
+    return _from_environment if _from_environment is not None else _environment_choices()
 
 
 def _environment_choices() -> Mapping[str, str]:
@@ -117,6 +126,12 @@ def load_ops() -> None:
         package = importlib.import_module(package_name)
         for module in pkgutil.walk_packages(package.__path__, package_name + "."):
             importlib.import_module(module.name)
+
+
+def forget_plans() -> None:
+    """Let the next calls of all ops go through dispatch and wrapper: what these go by has changed."""
+    for op in OPS.values():
+        op.forget()
 
 
 @contextlib.contextmanager
@@ -191,8 +206,14 @@ class Explanation(list[Decision]):
 
 def record(subject: str, choice: str, device: torch.device | str, reason: str, calls: int = 1) -> None:
     """Add a line to the ledger for a choice that is not an op's, such as a decode step that was not captured."""
-    key = (subject, choice, device if isinstance(device, str) else device.type, reason)
-    _ledger[key] = _ledger.get(key, 0) + calls
+    _count((subject, choice, device if isinstance(device, str) else device.type, reason), calls)
+
+
+def _count(line: tuple[str, str, str, str], calls: int = 1) -> None:
+    _ledger[line] = _ledger.get(line, 0) + calls
+    watching = replay.watching()
+    if isinstance(watching, replay.Recording):
+        watching.lines.append(line)
 
 
 def explain(show: bool = True) -> Explanation:
@@ -217,6 +238,11 @@ def reset_explain() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- ops
+
+
+# States of a call that is not kept.
+_NEW = object()
+_ONCE = object()
 
 
 def _never(*args: Any, **kwargs: Any) -> None:
@@ -246,6 +272,8 @@ class Op:
         self.implementations: list[Implementation] = []
         self.differentiable = False
         self._by_device: dict[str, list[Implementation]] = {}
+        # By all that a call is alike in: what it did, None where that cannot be done again, _ONCE after one call.
+        self._plans: dict[tuple, Any] = {}
         self._reference = Implementation("reference", (), reference, _never)
         functools.update_wrapper(self, reference)
         self.signature = inspect.signature(reference, eval_str=True)
@@ -284,6 +312,7 @@ class Op:
                 raise TypeError(f"{self.name}/{backend}: parameters {theirs} differ from the reference's {ours}")
             implementation = Implementation(backend, devices, run, refuses)
             self.implementations.append(implementation)
+            self.forget()
             for device in devices:
                 self._by_device.setdefault(device, []).append(implementation)
             return run
@@ -311,18 +340,15 @@ class Op:
         if type(x) not in _PLAIN_TENSORS:
             # FakeTensor, DTensor, ...: their own dispatch must see the op.
             return self._traced(*args, **kwargs)
-        # `x.device.type` makes two objects, of which the common devices need none.
-        device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
         if torch.is_grad_enabled() and _needs_grad(args, kwargs):
+            device = x.device.type
             implementation, reason = self._decide(device, args, kwargs, True)
             if implementation is not self._reference:
                 # Has the backward, and comes to `_run`, which counts the call.
                 return self._unpack(self.overload(*args, **kwargs))
-        else:
-            implementation, reason = self._decide(device, args, kwargs, False)
-        key = (self.name, implementation.backend, device, reason)
-        _ledger[key] = _ledger.get(key, 0) + 1
-        return implementation.run(*args, **kwargs)
+            _count((self.name, implementation.backend, device, reason))
+            return implementation.run(*args, **kwargs)
+        return self._perform(x, args, kwargs)
 
     def choose(self, *args: Any, **kwargs: Any) -> tuple[str, str]:
         """The back end that this call would run on and the reason, without running or counting it.
@@ -347,15 +373,64 @@ class Op:
         return self._unpack(self.overload(*args, **kwargs))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        x = self._first_tensor(args, kwargs)
-        implementation, reason = self._decide(x.device.type, args, kwargs, False)
-        record(self.name, implementation.backend, x.device.type, reason)
+        return self._perform(self._first_tensor(args, kwargs), args, kwargs)
+
+    def _perform(self, x: Tensor, args: tuple, kwargs: dict) -> Any:
+        """A call without gradients, whose first tensor is x: made again where one alike was kept."""
+        # `x.device.type` makes two objects, of which the common devices need none.
+        device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
+        if device not in replay.DEVICES or replay.watching() is not None:
+            return self._directly(device, args, kwargs)
+        index, forced = x.get_device(), forced_choices()
+        key: list[Any] = [device, index]
+        if forced:
+            key.append(tuple(sorted(forced.items(), key=str)))
+        pool: list[Any] = []
+        if kwargs:
+            key.append(tuple(kwargs))
+        known = replay.describe((*args, *kwargs.values()) if kwargs else args, key, pool, device in replay.BY_ADDRESS)
+        if not known:
+            return self._directly(device, args, kwargs)
+        alike = tuple(key)
+        plan = self._plans.get(alike, _NEW)
+        if plan.__class__ is not replay.Plan:
+            return self._watched(alike, plan, device, args, kwargs)
+        if plan.driver.hooked():
+            # A profiler listens to launches, which then have to be made in full.
+            return self._directly(device, args, kwargs)
+        for line in plan.lines:
+            _ledger[line] = _ledger.get(line, 0) + 1
+        return plan.run(x, index, pool)
+
+    def _directly(self, device: str, args: tuple, kwargs: dict) -> Any:
+        implementation, reason = self._decide(device, args, kwargs, False)
+        _count((self.name, implementation.backend, device, reason))
+        watching = replay.watching()
+        if implementation.backend != _LAUNCHES_SEEN and isinstance(watching, replay.Recording):
+            watching.spoiled = True
         return implementation.run(*args, **kwargs)
 
+    def _watched(self, key: tuple, state: Any, device: str, args: tuple, kwargs: dict) -> Any:
+        """A call of which there is no plan: from the second one alike on there will be, if that can be."""
+        if state is None:
+            return self._directly(device, args, kwargs)
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        if state is _NEW:
+            self._plans[key] = _ONCE
+            return self._directly(device, args, kwargs)
+        tensors = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, Tensor)]
+        with replay.Recording(tensors) as recording:
+            outputs = self._directly(device, args, kwargs)
+        self._plans[key] = recording.plan(outputs, device in replay.BY_ADDRESS)
+        return outputs
+
+    def forget(self) -> None:
+        """Go through dispatch and wrapper again at the next calls: what they go by has changed."""
+        self._plans.clear()
+
     def _decide(self, device: str, args: tuple, kwargs: dict, needs_grad: bool) -> tuple[Implementation, str]:
-        choices = _FORCED.get()
-        if choices is None:
-            choices = _from_environment if _from_environment is not None else _environment_choices()
+        choices = forced_choices()
         forced = choices.get(self.name, choices.get(_EVERY_OP)) if choices else None
         if forced == "reference":
             return self._reference, "forced"
@@ -425,6 +500,14 @@ def _forced_now(name: str) -> str | None:
 
 # What torch.compiler.assume_constant_result does, which would import the compiler here.
 _forced_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
 
 
 def _needs_grad(args: Sequence, kwargs: dict) -> bool:

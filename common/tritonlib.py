@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xpu_ports.common import dispatch
+from xpu_ports.common import dispatch, replay
 
 
 class _Inert:
@@ -122,9 +122,15 @@ class Fixed:
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         first = args[0]
+        watching = replay.watching()
+        recording = watching if isinstance(watching, replay.Recording) else None
         if type(first) not in (Tensor, torch.nn.Parameter) or first.device.type == "cpu":
             # Interpreted, intercepted or faked.
-            self.function[grid](*args, **self.constants)
+            launch = functools.partial(self.function[grid], **self.constants)
+            with _ANYWHERE if recording is None else recording.launching():
+                launch(*args)
+            if recording is not None:
+                recording.launched(launch, args, _CPU)
             return
         kinds = tuple(map(type, args))
         bound = self._bound.get(kinds)
@@ -133,22 +139,25 @@ class Fixed:
         index = first.device.index
         seen, passed = bound.specialize(args, index, addresses=first.is_cuda)
         kept = bound.kept.get(seen)
-        if kept is None:
-            bound.kept[seen] = self.function[grid](*args, **self.constants)
-            bound.tail = tuple(self.constants[name] for name in self.names[len(args) :])
-            return
         x, y, z = (*grid, 1, 1)[:3]
-        if _hooked():
+        if kept is None:
+            with _ANYWHERE if recording is None else recording.launching():
+                kept = bound.kept[seen] = self.function[grid](*args, **self.constants)
+            bound.tail = tuple(self.constants[name] for name in self.names[len(args) :])
+        elif _hooked():
             kept[x, y, z](*passed, *bound.tail)
-            return
-        # What `kept[grid]` runs, without what it gathers for hooks at every launch.
-        stream = _stream(first, index)
-        kept.run(x, y, z, stream, kept.function, kept.packed_metadata, None, None, None, *passed, *bound.tail)
+        else:
+            # What `kept[grid]` runs, without what it gathers for hooks at every launch.
+            stream = _stream(index, first.is_cuda)
+            kept.run(x, y, z, stream, kept.function, kept.packed_metadata, None, None, None, *passed, *bound.tail)
+        if recording is not None:
+            head = x, y, z, replay.STREAM, kept.function, kept.packed_metadata, None, None, None
+            recording.launched(kept.run, (*head, *args, *bound.tail), _driver(first.is_cuda))
 
 
-def _stream(x: Tensor, index: int) -> Any:
-    """The current stream of a tensor's device, as Triton's launchers take it."""
-    if x.is_cuda:
+def _stream(index: int, cuda: bool) -> Any:
+    """The current stream of a device, as Triton's launchers take it."""
+    if cuda:
         return torch._C._cuda_getCurrentRawStream(index)
     return triton.runtime.driver.active.get_current_stream(index)
 
@@ -159,6 +168,25 @@ def _hooked() -> bool:
         return bool(triton.knobs.runtime.launch_enter_hook.calls or triton.knobs.runtime.launch_exit_hook.calls)
     except AttributeError:
         return True
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    """Make the tensor's device the current one for a launch; free where it is the current one already."""
+    index = x.get_device()
+    if index < 0 or torch.accelerator.current_device_index() == index:
+        return _ANYWHERE
+    return torch.accelerator.device_index(index)
+
+
+_ANYWHERE = contextlib.nullcontext()
+
+
+def _driver(cuda: bool) -> replay.Driver:
+    return replay.Driver(functools.partial(_stream, cuda=cuda), on_device_of, _hooked)
+
+
+# Of interpreted launches.
+_CPU = replay.Driver(lambda index: None, on_device_of, lambda: False)
 
 
 class _Bound:
@@ -197,7 +225,8 @@ def without_launches() -> Iterator[None]:
     call = Fixed.__call__
     Fixed.__call__ = lambda *args: None  # type: ignore[method-assign]
     try:
-        yield
+        with replay.off():
+            yield
     finally:
         Fixed.__call__ = call  # type: ignore[method-assign]
 
@@ -213,15 +242,6 @@ def version() -> tuple[int, int]:
         return (0, 0)
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
-
-
-def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
-    """Make the tensor's device the current one for a launch; free where it is the current one already."""
-    if x.device.type == "cpu":
-        return contextlib.nullcontext()
-    if torch.accelerator.current_device_index() == x.device.index:
-        return contextlib.nullcontext()
-    return torch.accelerator.device_index(x.device.index)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -24,7 +24,7 @@ import torch
 
 from xpu_ports.common import tritonlib
 from xpu_ports.common.device import ARCHITECTURES, Architecture, architecture
-from xpu_ports.common.dispatch import load_ops, record
+from xpu_ports.common.dispatch import forget_plans, load_ops, record
 
 ENVIRONMENT = "XPU_PORTS_TUNING"
 OFF = "off"
@@ -87,6 +87,7 @@ class Tunable(Generic[T]):
     def forget(self) -> None:
         """Ask the table and the rule again at the next call."""
         self._kept.clear()
+        forget_plans()
         for undo in self.dependents:
             undo()
 

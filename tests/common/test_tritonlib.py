@@ -109,7 +109,8 @@ def test_on_the_device_of_another_tensor(monkeypatch: pytest.MonkeyPatch, curren
             events.append("exit")
 
     class Elsewhere:
-        device = torch.device("xpu", 1)
+        def get_device(self) -> int:
+            return 1
 
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
     monkeypatch.setattr(torch.accelerator, "device_index", Device)
@@ -160,7 +161,7 @@ class Compilations:
 @pytest.fixture(params=[False, True], ids=["direct", "profiled"])
 def compilations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compilations:
     """By both ways to a launch: a profiler's hooks need Triton's own."""
-    monkeypatch.setattr(tritonlib, "_stream", lambda x, index: "stream")
+    monkeypatch.setattr(tritonlib, "_stream", lambda index, cuda: "stream")
     monkeypatch.setattr(tritonlib, "_hooked", lambda: request.param)
     return Compilations()
 
