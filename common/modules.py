@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.integrations.accelerate import force_accelerate_hooks
 
 from xpu_ports.common.dispatch import record
 from xpu_ports.common.kernels.gated_rms_norm import gated_norm_by_sum, gated_rms_norm, gated_square_sum, total_dtype
@@ -49,7 +51,10 @@ class RMSNorm(nn.Module):
             [..., M]; with a residual also the sum, as in `forward`.
         """
         if is_plain(layer) and is_plain(self):
-            return norm_linear(x, residual, self.weight, layer.weight, layer.bias, self.variance_epsilon)
+            weights = layer._parameters
+            return norm_linear(
+                x, residual, self._parameters["weight"], weights["weight"], weights["bias"], self.variance_epsilon
+            )
         record_apart("norm_linear", x, self, layer)
         if residual is None:
             return layer(self(x))
@@ -64,13 +69,29 @@ def is_plain(module: nn.Module) -> bool:
     """Whether a module's weights may be used without calling it: an ordinary linear layer or norm, without hooks."""
     if type(module) not in (nn.Linear, RMSNorm):
         return False
+    # Asked in every layer of every step: an attribute that a module lacks is looked for by an exception.
+    own = module.__dict__
     # Tensor parallelism, transformers' or ours, gives a layer another forward.
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or "forward" in module.__dict__
-        or hasattr(module, "_hf_hook")
-    )
+    return not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or "_hf_hook" in own)
+
+
+def weights_read(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For a forward that reads the weights of these children without calling them: accelerate's hooks run before it."""
+
+    def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
+        with_hooks = force_accelerate_hooks(list(names))(forward)
+
+        @functools.wraps(forward)
+        def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            children = self._modules
+            for name in names:
+                if "_hf_hook" in children[name].__dict__:
+                    return with_hooks(self, *args, **kwargs)
+            return forward(self, *args, **kwargs)
+
+        return wrapper
+
+    return decorate
 
 
 def record_apart(op: str, x: Tensor, *modules: nn.Module) -> None:
@@ -90,7 +111,10 @@ def record_apart(op: str, x: Tensor, *modules: nn.Module) -> None:
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:
     """layer(x), where the layer is a plain linear one through the op that is fast for few rows."""
-    return linear(x, layer.weight, layer.bias) if is_plain(layer) else layer(x)
+    if not is_plain(layer):
+        return layer(x)
+    weights = layer._parameters
+    return linear(x, weights["weight"], weights["bias"])
 
 
 def project_adapted(x: Tensor, layers: list[nn.Module], adapters: Sequence[Any]) -> list[Tensor]:
@@ -104,12 +128,12 @@ def project_adapted(x: Tensor, layers: list[nn.Module], adapters: Sequence[Any])
     Returns:
         layer(x) + adapter(x) for each.
     """
-    halves = [half for adapter in adapters for half in adapter]
-    if all(is_plain(m) and m.bias is None for m in (*layers, *halves)):
-        return adapted_linears(
-            x, [m.weight for m in layers], [m.weight for m in halves[::2]], [m.weight for m in halves[1::2]]
-        )
-    if not all(is_plain(m) for m in (*layers, *halves)):
+    halves = [half for adapter in adapters for half in adapter._modules.values()]
+    every = (*layers, *halves)
+    if all(is_plain(m) and m._parameters["bias"] is None for m in every):
+        weights, n = [m._parameters["weight"] for m in every], len(layers)
+        return adapted_linears(x, weights[:n], weights[n::2], weights[n + 1 :: 2])
+    if not all(is_plain(m) for m in every):
         record_apart("adapted_linears", x, *layers, *halves)
     if not adapters:
         return [layer(x) for layer in layers]

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, Zamba2Config
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -42,7 +41,15 @@ from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
 from xpu_ports.common.kernels.selective_state_update import selective_state_update
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
-from xpu_ports.common.modules import Mixer2RMSNormGated, RMSNorm, is_plain, project, project_adapted, record_apart
+from xpu_ports.common.modules import (
+    Mixer2RMSNormGated,
+    RMSNorm,
+    is_plain,
+    project,
+    project_adapted,
+    record_apart,
+    weights_read,
+)
 from xpu_ports.common.placement import place_shared_weights
 from xpu_ports.common.sequence import eager_attention, last_inputs, mask_of_tokens
 from xpu_ports.models.zamba2.configuration_checks import ZAMBA2_CHECKS
@@ -110,7 +117,7 @@ class Zamba2MambaMixer(nn.Module):
         self.out_proj = nn.Linear(self.d_inner, config.hidden_size, bias=config.add_bias_linear)
 
     # The weights of these two are read here, so their own forward, and accelerate's hook on it, does not run.
-    @force_accelerate_hooks(["conv1d", "norm"])
+    @weights_read("conv1d", "norm")
     def forward(self, zxBCdt: Tensor, cache: Cache | None, mask: Tensor | None) -> Tensor:
         """Mix tokens over time.
 
@@ -132,23 +139,26 @@ class Zamba2MambaMixer(nn.Module):
 
     def step(self, zxBCdt: Tensor, conv_state: Tensor, state: Tensor, mask: Tensor | None) -> Tensor:
         """One token, the states moved in place; [B, 1, .] gives [B, 1, D]."""
+        # From the modules' own dicts: nn.Module looks attributes up in Python, here so many that a step would feel it.
+        own, children = self._parameters, self._modules
+        conv, out_proj = children["conv1d"]._parameters, children["out_proj"]
         inputs = (
-            zxBCdt[:, 0],
+            zxBCdt.squeeze(1),
             conv_state,
             state,
-            self.conv1d.weight[:, 0],
-            self.conv1d.bias,
-            self.A_log,
-            self.D,
-            self.dt_bias,
-            self.norm.weight,
+            conv["weight"].squeeze(1),
+            conv["bias"],
+            own["A_log"],
+            own["D"],
+            own["dt_bias"],
+            children["norm"]._parameters["weight"],
             None if mask is None else mask[:, 0],
         )
-        if is_plain(self.out_proj):
-            out = self.out_proj
-            return mamba2_decode_linear(*inputs, out.weight, out.bias, self.G, GATED_NORM_EPS)[:, None]
-        record_apart("mamba2_decode_linear", zxBCdt, self.out_proj)
-        return self.out_proj(mamba2_decode_step(*inputs, self.G, GATED_NORM_EPS)[:, None])
+        if is_plain(out_proj):
+            out = out_proj._parameters
+            return mamba2_decode_linear(*inputs, out["weight"], out["bias"], self.G, GATED_NORM_EPS).unsqueeze(1)
+        record_apart("mamba2_decode_linear", zxBCdt, out_proj)
+        return out_proj(mamba2_decode_step(*inputs, self.G, GATED_NORM_EPS)[:, None])
 
     def move(self, xBC: Tensor, dt: Tensor, cache: Cache, state: Tensor, mask: Tensor | None) -> Tensor:
         """One token as far as the norm, whose group other ranks have parts of; shapes as for `scan`."""
@@ -291,7 +301,7 @@ class Zamba2AttentionDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.attention_hidden_size, eps=config.rms_norm_eps)
         self.pre_ff_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    @force_accelerate_hooks("input_layernorm")
+    @weights_read("input_layernorm")
     def forward(
         self, h: Tensor, y: Tensor | None, x0: Tensor, place: int, layer_idx: int, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -337,11 +347,12 @@ class Zamba2MambaDecoderLayer(GradientCheckpointingLayer):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """(h, y) -> (h + y, this layer's output); all [B, T, D]."""
+        mamba = self.mamba
         if y is None:
-            zxBCdt = self.input_layernorm.then(self.mamba.in_proj, h)
+            zxBCdt = self.input_layernorm.then(mamba.in_proj, h)
         else:
-            zxBCdt, h = self.input_layernorm.then(self.mamba.in_proj, y, residual=h)
-        return h, self.mamba(zxBCdt, cache, token_mask)
+            zxBCdt, h = self.input_layernorm.then(mamba.in_proj, y, residual=h)
+        return h, mamba(zxBCdt, cache, token_mask)
 
 
 class Zamba2HybridLayer(GradientCheckpointingLayer):
