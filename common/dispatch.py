@@ -49,8 +49,11 @@ OPS: dict[str, Op] = {}
 # Back ends that can run on CPU tensors here although they are written for accelerators (Triton's interpreter).
 # They are taken on a CPU only when forced: a fresh machine runs the reference.
 EMULATED_ON_CPU: set[str] = set()
-# The back end whose launches are seen, so that calls on it can be kept; how many an op keeps.
+# The back end whose launches are seen, so that calls on it can be kept.
 _LAUNCHES_SEEN = "triton"
+# Alike calls before one is watched, which takes as long as some calls do: where keys grow with every token, only those
+# of a step's layers are alike. And how many keys an op remembers.
+ALIKE = 8
 MOST_PLANS = 1024
 
 
@@ -240,11 +243,6 @@ def reset_explain() -> None:
 # --------------------------------------------------------------------------------------------------------------- ops
 
 
-# States of a call that is not kept.
-_NEW = object()
-_ONCE = object()
-
-
 def _never(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -272,7 +270,7 @@ class Op:
         self.implementations: list[Implementation] = []
         self.differentiable = False
         self._by_device: dict[str, list[Implementation]] = {}
-        # By all that a call is alike in: what it did, None where that cannot be done again, _ONCE after one call.
+        # By all that a call is alike in: what it did, None where that cannot be done again, else how often it was.
         self._plans: dict[tuple, Any] = {}
         self._reference = Implementation("reference", (), reference, _never)
         functools.update_wrapper(self, reference)
@@ -392,7 +390,7 @@ class Op:
         if not known:
             return self._directly(device, args, kwargs)
         alike = tuple(key)
-        plan = self._plans.get(alike, _NEW)
+        plan = self._plans.get(alike, 0)
         if plan.__class__ is not replay.Plan:
             return self._watched(alike, plan, device, args, kwargs)
         if plan.driver.hooked():
@@ -411,13 +409,13 @@ class Op:
         return implementation.run(*args, **kwargs)
 
     def _watched(self, key: tuple, state: Any, device: str, args: tuple, kwargs: dict) -> Any:
-        """A call of which there is no plan: from the second one alike on there will be, if that can be."""
+        """A call of which there is no plan: after enough alike ones there will be, if that can be."""
         if state is None:
             return self._directly(device, args, kwargs)
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
-        if state is _NEW:
-            self._plans[key] = _ONCE
+        if state < ALIKE:
+            self._plans[key] = state + 1
             return self._directly(device, args, kwargs)
         tensors = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, Tensor)]
         with replay.Recording(tensors) as recording:

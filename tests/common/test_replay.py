@@ -29,6 +29,7 @@ NOT_KEPT = {
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(replay, "DEVICES", {"cpu"})
+    monkeypatch.setattr(dispatch, "ALIKE", 1)
     dispatch.forget_plans()
     yield
     dispatch.forget_plans()
@@ -161,6 +162,13 @@ def test_what_is_another_call(scaled: Scaled, other: str) -> None:
         scaled(*usual)
         scaled(*OTHERS[other])
     assert (scaled.ran, kept(scaled.op)) == (4, 2)
+
+
+def test_a_call_is_kept_only_after_some_alike_ones(scaled: Scaled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "ALIKE", 3)
+    for _ in range(6):
+        scaled(X)
+    assert scaled.ran == 4
 
 
 def test_keywords(scaled: Scaled) -> None:
