@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import DeepseekV4Config, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
@@ -45,7 +44,7 @@ from xpu_ports.common.kernels.moe_experts import activate, moe_experts
 from xpu_ports.common.kernels.moe_router import moe_router_logits
 from xpu_ports.common.kernels.moe_sqrtsoftplus_router import moe_hash_router, moe_sqrtsoftplus_router
 from xpu_ports.common.kernels.sparse_mla import sparse_mla_decode, sparse_mla_prefill
-from xpu_ports.common.modules import RMSNorm, is_plain, project, project_adapted
+from xpu_ports.common.modules import RMSNorm, is_plain, project, project_adapted, weights_read
 from xpu_ports.common.sequence import mask_of_tokens
 from xpu_ports.models.deepseek_v4.caching import ROLLBACK, DeepseekV4Cache, DeepseekV4CacheLayer
 from xpu_ports.models.deepseek_v4.capture import DeepseekV4StepGraph
@@ -152,7 +151,7 @@ class DeepseekV4Compressor(nn.Module):
         self.kv_norm = RMSNorm(width, eps=config.rms_norm_eps)
 
     # Their weights are read here, so their own forward, and accelerate's hook on it, does not run.
-    @force_accelerate_hooks(["kv_gate_proj", "kv_norm"])
+    @weights_read("kv_gate_proj", "kv_norm")
     def insert(self, x: Tensor, step: Step, state: Tensor, store: Tensor, index: bool) -> Tensor:
         """Put the entries that x [B, T, D] closes into a store; [B, NW, width], as it holds them."""
         # In fp32, as trained: a softmax over few tokens is as exact as its scores.
@@ -164,16 +163,18 @@ class DeepseekV4Compressor(nn.Module):
 
 
 class DeepseekV4IndexerScorer(nn.Module):
-    """What each of the indexer's heads counts for a token."""
+    """What each of the indexer's heads counts for a token.
+
+    The report's scale of the products, (C heads)^-1/2, is left out: the same for all entries, it changes no choice.
+    """
 
     def __init__(self, config: DeepseekV4Config) -> None:
         super().__init__()
-        self.scale = (config.index_head_dim * config.index_n_heads) ** -0.5
         self.weights_proj = nn.Linear(config.hidden_size, config.index_n_heads, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, heads] of x [B, T, D], with the scale of the products."""
-        return project(self.weights_proj, x) * self.scale
+        """[B, T, heads] of x [B, T, D]."""
+        return project(self.weights_proj, x)
 
 
 class DeepseekV4Indexer(DeepseekV4Compressor):
@@ -214,8 +215,11 @@ class Choice:
 
     def of(self, first: int, last: int) -> Tensor:
         """The entries of tokens `first` to `last` of this call, [B, last - first, top_k]."""
-        q, weights = self.q[:, first:last], self.weights[:, first:last]
-        start = self.start + first if first else self.start
+        q, weights, start = self.q, self.weights, self.start
+        if last - first < q.shape[1]:
+            q, weights = q[:, first:last], weights[:, first:last]
+        if first:
+            start = start + first
         scores = indexer_scores(q, weights, self.keys, self.total, start, self.ratio)
         return stable_topk(scores, self.top_k)
 
@@ -269,7 +273,7 @@ class DeepseekV4Attention(nn.Module):
         self.compressor = None if kind == SLIDING else DeepseekV4SelfCompressor(config, kind)
 
     # Their weights are read here, so their own forward, and accelerate's hook on it, does not run.
-    @force_accelerate_hooks(["kv_norm", "o_a_proj"])
+    @weights_read("kv_norm", "o_a_proj")
     def forward(self, x: Tensor, step: Step, layer: DeepseekV4CacheLayer) -> Tensor:
         """Attend over the past; [B, T, D] of x [B, T, D], whose rows and entries go into the layer's cache."""
         if not layer.is_initialized:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, KimiLinearConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
@@ -38,7 +37,7 @@ from xpu_ports.common.kernels.kda import chunk_kda, kda_gate, recurrent_kda
 from xpu_ports.common.kernels.mla_decode import mla_decode
 from xpu_ports.common.kernels.moe_experts import moe_experts
 from xpu_ports.common.kernels.moe_router import moe_router_logits, moe_sigmoid_router
-from xpu_ports.common.modules import FusedRMSNormGated, RMSNorm, is_plain, project, project_adapted
+from xpu_ports.common.modules import FusedRMSNormGated, RMSNorm, is_plain, project, project_adapted, weights_read
 from xpu_ports.common.sequence import eager_attention, last_inputs, mask_of_tokens
 from xpu_ports.models.kimi_linear.configuration_checks import KIMI_LINEAR_CHECKS, published_config
 from xpu_ports.models.kimi_linear.parallel import parallel_plan
@@ -73,7 +72,7 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = nn.Linear(P, D, bias=False)
 
     # Its weights are read here, so its own forward, and accelerate's hook on it, does not run.
-    @force_accelerate_hooks("conv1d")
+    @weights_read("conv1d")
     def forward(self, x: Tensor, cache: Cache | None, mask: Tensor | None) -> Tensor:
         """Mix tokens over time.
 
@@ -302,9 +301,10 @@ class KimiLinearDecoderLayer(GradientCheckpointingLayer):
             y = self.self_attn(x, cache, token_mask)
         else:
             y, _ = self.self_attn(x, cache, attention_mask, **kwargs)
-        if hasattr(self, "mlp"):
-            gate_up, h = self.post_attention_layernorm.then(self.mlp.gate_up_proj, y, residual=h)
-            return h, project(self.mlp.down_proj, gated_activation(gate_up, None, "silu"))
+        mlp = self._modules.get("mlp")
+        if mlp is not None:
+            gate_up, h = self.post_attention_layernorm.then(mlp.gate_up_proj, y, residual=h)
+            return h, project(mlp.down_proj, gated_activation(gate_up, None, "silu"))
         x, h = self.post_attention_layernorm(y, residual=h)
         return h, self.block_sparse_moe(x)
 

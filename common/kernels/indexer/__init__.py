@@ -20,7 +20,7 @@ def indexer_scores(q: Tensor, weights: Tensor, keys: Tensor, entries: int, start
 
     Args:
         q: [B, T, H, C], floating point.
-        weights: [B, T, H], floating point, of either sign, with all scales in it.
+        weights: [B, T, H], floating point, of either sign, with the scales that shall count in it.
         keys: [B, S, C], floating point, or pages of the indexer's layout [B, P, bytes], uint8 (see `fp8_pages`).
         entries: E, how many entries to score: at least those that any token sees, at most those that fit.
         start: [B], integers: the first token's position in its row.
