@@ -45,6 +45,7 @@ _LIB = Library("xpu_ports", "DEF")
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 # What is never a tensor and holds none: told by the type itself, which is cheaper than isinstance.
 _HOLD_NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+_NO_SUBCLASSES = _HOLD_NO_TENSORS.union(_PLAIN_TENSORS)
 OPS: dict[str, Op] = {}
 # Back ends that can run on CPU tensors here although they are written for accelerators (Triton's interpreter).
 # They are taken on a CPU only when forced: a fresh machine runs the reference.
@@ -346,7 +347,7 @@ class Op:
                 return self._unpack(self.overload(*args, **kwargs))
             _count((self.name, implementation.backend, device, reason))
             return implementation.run(*args, **kwargs)
-        return self._perform(x, args, kwargs)
+        return self._perform(x, args, kwargs, called=True)
 
     def choose(self, *args: Any, **kwargs: Any) -> tuple[str, str]:
         """The back end that this call would run on and the reason, without running or counting it.
@@ -371,14 +372,18 @@ class Op:
         return self._unpack(self.overload(*args, **kwargs))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self._perform(self._first_tensor(args, kwargs), args, kwargs)
+        return self._perform(self._first_tensor(args, kwargs), args, kwargs, called=False)
 
-    def _perform(self, x: Tensor, args: tuple, kwargs: dict) -> Any:
-        """A call without gradients, whose first tensor is x: made again where one alike was kept."""
+    def _perform(self, x: Tensor, args: tuple, kwargs: dict, called: bool) -> Any:
+        """A call without gradients, whose first tensor is x: made again where one alike was kept.
+
+        Args:
+            called: from outside, not by torch, which has unwrapped the tensors by then.
+        """
         # `x.device.type` makes two objects, of which the common devices need none.
         device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
         if device not in replay.DEVICES or replay.watching() is not None:
-            return self._directly(device, args, kwargs)
+            return self._directly(device, args, kwargs, called)
         index, forced = x.get_device(), forced_choices()
         key: list[Any] = [device, index]
         if forced:
@@ -388,7 +393,7 @@ class Op:
             key.append(tuple(kwargs))
         known = replay.describe((*args, *kwargs.values()) if kwargs else args, key, pool, device in replay.BY_ADDRESS)
         if not known:
-            return self._directly(device, args, kwargs)
+            return self._directly(device, args, kwargs, called)
         alike = tuple(key)
         plan = self._plans.get(alike, 0)
         if plan.__class__ is not replay.Plan:
@@ -400,8 +405,12 @@ class Op:
             _ledger[line] = _ledger.get(line, 0) + 1
         return plan.run(x, index, pool)
 
-    def _directly(self, device: str, args: tuple, kwargs: dict) -> Any:
+    def _directly(self, device: str, args: tuple, kwargs: dict, called: bool = False) -> Any:
         implementation, reason = self._decide(device, args, kwargs, False)
+        given = (*args, *kwargs.values()) if kwargs else args
+        if called and implementation is not self._reference and _holds_subclass(given):
+            # Behind the first tensor, such as a sum that ranks have not waited for: a kernel would find no memory.
+            return self._unpack(self.overload(*args, **kwargs))
         _count((self.name, implementation.backend, device, reason))
         watching = replay.watching()
         if implementation.backend != _LAUNCHES_SEEN and isinstance(watching, replay.Recording):
@@ -506,6 +515,15 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield from _flat(value)
         else:
             yield value
+
+
+def _holds_subclass(values: Sequence) -> bool:
+    for value in values:
+        if type(value) in _NO_SUBCLASSES:
+            continue
+        if isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and _holds_subclass(value)):
+            return True
+    return False
 
 
 def _needs_grad(args: Sequence, kwargs: dict) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import math
 import os
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from tests.common.ops import each_tensor, fake
 from xpu_ports.common import dispatch
@@ -806,6 +808,42 @@ def test_no_backward_is_a_refusal(scale: Op) -> None:
     with torch.no_grad():
         assert scale.choose(x)[0] == "first"
     assert scale.choose(x.detach())[0] == "first"
+
+
+class Later(torch.Tensor):
+    """Has no memory of its own, as a sum that ranks have not waited for; torch's dispatch gives what it stands for."""
+
+    @staticmethod
+    def __new__(cls, value: Tensor) -> Later:
+        later = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=value.device)
+        later.value = value
+        return later
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        unwrap = functools.partial(tree_map_only, Later, lambda later: later.value)
+        return func(*unwrap(args), **unwrap(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_tensor_subclass_behind_the_first_tensor_reaches_back_ends_unwrapped(grad: bool) -> None:
+    seen = []
+
+    def add_later(x: Tensor, y: Tensor, more: list[Tensor]) -> Tensor:
+        return x + y + more[0]
+
+    added = throwaway(add_later)
+
+    @added.implement("own", "cpu", refuses=lambda x, y, more: None)
+    def add_own(x: Tensor, y: Tensor, more: list[Tensor]) -> Tensor:
+        seen.extend(map(type, (x, y, *more)))
+        return x + y + more[0]
+
+    x = torch.ones(3)
+    with torch.set_grad_enabled(grad):
+        for y, z in ((Later(2 * x), 3 * x), (2 * x, Later(3 * x))):
+            assert added(x, y, [z]).equal(torch.full((3,), 6.0))
+    assert seen == [Tensor] * 6
 
 
 def test_gradient_through_a_tensor_subclass(scale: Op) -> None:
