@@ -445,10 +445,16 @@ def _looked_up(layer: Any, tokens: Share, group: dist.ProcessGroup) -> Callable[
 
 def _of_own_experts(forward: Callable[..., Any], experts: Share) -> Callable[..., Any]:
     """Experts that get indices among all: those of other ranks become one past the last, which is none."""
+    # By device, each expert's index among the rank's own: a lookup is one launch, comparing would be six.
+    tables: dict[torch.device, Tensor] = {}
 
     def run(x: Tensor, indices: Tensor, weights: Tensor, *args: Any) -> Any:
-        own = indices - experts.first
-        return forward(x, own.where((own >= 0) & (own < experts.own), experts.own), weights, *args)
+        table = tables.get(indices.device)
+        if table is None:
+            own = torch.arange(experts.count) - experts.first
+            own = own.where((own >= 0) & (own < experts.own), experts.own)
+            table = tables[indices.device] = own.to(indices.device, indices.dtype)
+        return forward(x, table[indices], weights, *args)
 
     return run
 
