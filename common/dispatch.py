@@ -384,8 +384,9 @@ class Op:
         device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
         if device not in replay.DEVICES or replay.watching() is not None:
             return self._directly(device, args, kwargs, called)
-        index, forced = x.get_device(), forced_choices()
+        index = x.get_device()
         key: list[Any] = [device, index]
+        forced = forced_choices()
         if forced:
             key.append(tuple(sorted(forced.items(), key=str)))
         pool: list[Any] = []

@@ -91,8 +91,8 @@ class Driver(NamedTuple):
 
     # The current stream of a device by its index, as launchers take it.
     stream: Callable[[int], Any]
-    # A context in which a tensor's device is the current one.
-    on_device_of: Callable[[Tensor], contextlib.AbstractContextManager]
+    # A context in which a device is the current one, None where it is that already.
+    switch: Callable[[int], contextlib.AbstractContextManager | None]
     # Whether a profiler listens to launches.
     hooked: Callable[[], bool]
 
@@ -125,8 +125,8 @@ class Plan:
     constants: list[Any]
     # Each with what takes its arguments from the pool.
     launches: list[tuple[Callable[..., Any], Callable[[list[Any]], tuple]]]
-    # A place among the memory made, a part of it, or a list or tuple of these.
-    outputs: Any
+    # What takes the outputs from the memory made.
+    outputs: Callable[[list[Tensor]], Any]
     driver: Driver
     # Launch with addresses, not with tensors.
     addresses: bool
@@ -141,26 +141,23 @@ class Plan:
         made = [x.new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in self.made]
         if self.addresses:
             pool += [t.data_ptr() for t in made]
-            pool += [pool[part.place] + part.offset for part in self.parts]
+            for part in self.parts:
+                pool.append(pool[part.place] + part.offset)
         else:
             pool += made
-            pool += [part.of(pool[part.place]) for part in self.parts]
+            for part in self.parts:
+                pool.append(part.of(pool[part.place]))
         pool += self.constants
-        driver = self.driver
-        pool.append(driver.stream(index))
-        with driver.on_device_of(x):
+        pool.append(self.driver.stream(index))
+        switch = self.driver.switch(index)
+        if switch is None:
             for run, arguments in self.launches:
                 run(*arguments(pool))
-        return _given(self.outputs, made)
-
-
-def _given(outputs: Any, made: list[Tensor]) -> Any:
-    kind = type(outputs)
-    if kind is int:
-        return made[outputs]
-    if kind is _Part:
-        return outputs.of(made[outputs.place])
-    return None if outputs is None else kind([_given(o, made) for o in outputs])
+        else:
+            with switch:
+                for run, arguments in self.launches:
+                    run(*arguments(pool))
+        return self.outputs(made)
 
 
 class _NotKeptError(Exception):
@@ -220,7 +217,7 @@ class Recording(TorchDispatchMode):
         places = _Places(self.inputs, self._made)
         try:
             launches = [(run, _getter([places.of(value) for value in values])) for run, values in self._launches]
-            given = None if outputs is None else places.given(outputs)
+            given = places.given(outputs)
         except _NotKeptError:
             return None
         return Plan(
@@ -260,19 +257,32 @@ class _Places:
         found = self._find(value)
         return found if isinstance(found, int) else len(self.tensors) + self.parts.setdefault(found, len(self.parts))
 
-    def given(self, outputs: Any) -> Any:
-        """What a plan has for these outputs."""
-        if isinstance(outputs, (list, tuple)):
-            return type(outputs)([self.given(t) for t in outputs])
-        found = self._find(outputs)
-        place = found if isinstance(found, int) else found.place
-        if place < self.inputs:
+    def given(self, outputs: Any) -> Callable[[list[Tensor]], Any]:
+        """What takes outputs like these from the memory that a plan makes."""
+        if outputs is None:
+            return lambda made: None
+        several = isinstance(outputs, (list, tuple))
+        found = [self._find(t) for t in (outputs if several else [outputs])]
+        places = [(f.place if isinstance(f, _Part) else f) - self.inputs for f in found]
+        if min(places, default=0) < 0:
             raise _NotKeptError
-        moved = place - self.inputs
-        return moved if isinstance(found, int) else found._replace(place=moved)
+        whole = not any(isinstance(f, _Part) for f in found)
+        if whole and (not several or (isinstance(outputs, tuple) and len(places) > 1)):
+            return itemgetter(*places)
 
-    def _find(self, tensor: Tensor) -> int | _Part:
+        def give(made: list[Tensor]) -> Any:
+            tensors = [
+                f.of(made[place]) if isinstance(f, _Part) else made[place]
+                for f, place in zip(found, places, strict=True)
+            ]
+            return type(outputs)(tensors) if several else tensors[0]
+
+        return give
+
+    def _find(self, tensor: Any) -> int | _Part:
         """Which tensor it is, or a part of which: torch may have made another object of it."""
+        if not isinstance(tensor, Tensor):
+            raise _NotKeptError
         if id(tensor) in self._place:
             return self._place[id(tensor)]
         place = self._owner.get(tensor.untyped_storage().data_ptr())

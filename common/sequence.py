@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
 
 
 def last_inputs(x: Tensor, state: Tensor | None, mask: Tensor | None, W: int) -> Tensor:
@@ -45,6 +47,18 @@ def mask_of_tokens(attention_mask: Tensor | None, T: int) -> Tensor | None:
     if T > 1 and not torch.compiler.is_compiling() and bool(mask.all()):
         return None
     return mask
+
+
+def causal_mask(
+    config: Any, x: Tensor, attention_mask: Tensor | None, cache: Cache | None, position_ids: Tensor | None
+) -> Any:
+    """What transformers' mask function makes for full attention; without it where one token sees all that there is."""
+    alone = attention_mask is None and x.shape[1] == 1 and type(cache) is DynamicCache
+    if alone and config._attn_implementation == "sdpa":
+        return None
+    return create_causal_mask(
+        config=config, inputs_embeds=x, attention_mask=attention_mask, cache=cache, position_ids=position_ids
+    )
 
 
 def eager_attention(

@@ -172,9 +172,12 @@ def _hooked() -> bool:
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
     """Make the tensor's device the current one for a launch; free where it is the current one already."""
-    index = x.get_device()
+    return _switch(x.get_device()) or _ANYWHERE
+
+
+def _switch(index: int) -> contextlib.AbstractContextManager | None:
     if index < 0 or torch.accelerator.current_device_index() == index:
-        return _ANYWHERE
+        return None
     return torch.accelerator.device_index(index)
 
 
@@ -182,11 +185,12 @@ _ANYWHERE = contextlib.nullcontext()
 
 
 def _driver(cuda: bool) -> replay.Driver:
-    return replay.Driver(functools.partial(_stream, cuda=cuda), on_device_of, _hooked)
+    stream = torch._C._cuda_getCurrentRawStream if cuda else functools.partial(_stream, cuda=False)
+    return replay.Driver(stream, _switch, _hooked)
 
 
 # Of interpreted launches.
-_CPU = replay.Driver(lambda index: None, on_device_of, lambda: False)
+_CPU = replay.Driver(lambda index: None, lambda index: None, lambda: False)
 
 
 class _Bound:

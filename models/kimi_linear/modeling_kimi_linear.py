@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, KimiLinearConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, slice_logits_to_keep
@@ -38,7 +37,7 @@ from xpu_ports.common.kernels.mla_decode import mla_decode
 from xpu_ports.common.kernels.moe_experts import moe_experts
 from xpu_ports.common.kernels.moe_router import moe_router_logits, moe_sigmoid_router
 from xpu_ports.common.modules import FusedRMSNormGated, RMSNorm, is_plain, project, project_adapted, weights_read
-from xpu_ports.common.sequence import eager_attention, last_inputs, mask_of_tokens
+from xpu_ports.common.sequence import causal_mask, eager_attention, last_inputs, mask_of_tokens
 from xpu_ports.models.kimi_linear.configuration_checks import KIMI_LINEAR_CHECKS, published_config
 from xpu_ports.models.kimi_linear.parallel import parallel_plan
 from xpu_ports.models.kimi_linear.weight_rules import weight_rules
@@ -400,9 +399,7 @@ class KimiLinearModel(KimiLinearPreTrainedModel):
             token_mask, full_mask = attention_mask["linear_attention"], attention_mask["full_attention"]
         else:
             token_mask = mask_of_tokens(attention_mask, h.shape[1])
-            full_mask = create_causal_mask(
-                config=self.config, inputs_embeds=h, attention_mask=attention_mask, cache=cache, position_ids=None
-            )
+            full_mask = causal_mask(self.config, h, attention_mask, cache, None)
         want_hidden = kwargs.pop("output_hidden_states", None) or False
         hidden_states = (h,) if want_hidden else None
         y = None

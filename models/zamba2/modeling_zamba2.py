@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, Zamba2Config
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
@@ -31,14 +30,14 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from xpu_ports.common.generation import CapturedGeneration
-from xpu_ports.common.graph import captured_decode
+from xpu_ports.common.graph import captured_decode, stepping_layer
 from xpu_ports.common.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
 from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
 from xpu_ports.common.kernels.decode_attention import decode_attention
 from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
-from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
+from xpu_ports.common.kernels.rotary_embedding import rotary_angles, rotary_embedding
 from xpu_ports.common.kernels.selective_state_update import selective_state_update
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 from xpu_ports.common.modules import (
@@ -51,7 +50,7 @@ from xpu_ports.common.modules import (
     weights_read,
 )
 from xpu_ports.common.placement import place_shared_weights
-from xpu_ports.common.sequence import eager_attention, last_inputs, mask_of_tokens
+from xpu_ports.common.sequence import causal_mask, eager_attention, last_inputs, mask_of_tokens
 from xpu_ports.models.zamba2.configuration_checks import ZAMBA2_CHECKS
 from xpu_ports.models.zamba2.parallel import parallel_plan
 from xpu_ports.quant.loading import PackedLoading
@@ -87,10 +86,7 @@ class Zamba2RotaryEmbedding(nn.Module):
     @dynamic_rope_update
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [B, T, head_dim / 2] each, for position_ids [B, T]."""
-        angles = position_ids[..., None].float() * self.inv_freq.float().to(x.device)
-        if self.attention_scaling == 1.0:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return rotary_angles(position_ids.to(x.device), self.inv_freq.float().to(x.device), self.attention_scaling)
 
 
 class Zamba2MambaMixer(nn.Module):
@@ -209,6 +205,10 @@ class Adapters(nn.ModuleList):
         places = range(len(config.hybrid_layer_ids))
         super().__init__([adapter() if i % config.num_mem_blocks == block_id else nn.Identity() for i in places])
 
+    def at(self, place: int) -> nn.Module:
+        """The one of a place, without what a list does for slices and negative places."""
+        return self._modules[str(place)]
+
 
 class Zamba2Attention(nn.Module):
     """Attention of the shared block (report, section 2.1): 2 D wide inside, D out."""
@@ -227,7 +227,8 @@ class Zamba2Attention(nn.Module):
         self.k_proj = nn.Linear(width, kv_width, bias=False)
         self.v_proj = nn.Linear(width, kv_width, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
-        if config.use_shared_attention_adapter:
+        self.adapted = config.use_shared_attention_adapter
+        if self.adapted:
             self.linear_q_adapter_list = Adapters(config, block_id, width, width)
             self.linear_k_adapter_list = Adapters(config, block_id, width, kv_width)
             self.linear_v_adapter_list = Adapters(config, block_id, width, kv_width)
@@ -256,16 +257,20 @@ class Zamba2Attention(nn.Module):
             ([B, T, D], attention weights where the attention in use gives them).
         """
         adapters = []
-        if self.config.use_shared_attention_adapter:
+        if self.adapted:
             lists = self.linear_q_adapter_list, self.linear_k_adapter_list, self.linear_v_adapter_list
-            adapters = [adapter_list[place] for adapter_list in lists]
+            adapters = [adapter_list.at(place) for adapter_list in lists]
         q, k, v = project_adapted(x, [self.q_proj, self.k_proj, self.v_proj], adapters)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
-        if positions is not None:
-            q, k = rotary_embedding(q, k, *positions)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, head_dim]
-        if cache is not None:
-            k, v = cache.update(k, v, layer_idx)
+        step = None if positions is None else stepping_layer(cache, layer_idx)
+        if step is not None:
+            q, k, v = step.update_rotated(q, k, v, *positions)
+        else:
+            if positions is not None:
+                q, k = rotary_embedding(q, k, *positions)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, head_dim]
+            if cache is not None:
+                k, v = cache.update(k, v, layer_idx)
         if x.shape[1] == 1 and self.config._attn_implementation == "sdpa" and not self.training:
             y = decode_attention(q[:, :, 0], k, v, None if mask is None else mask[:, 0, 0], self.scaling)
             return project(self.o_proj, y.flatten(1)[:, None]), None
@@ -287,7 +292,7 @@ class Zamba2MLP(nn.Module):
         self.gate_up_proj_adapter_list = Adapters(config, block_id, config.hidden_size, 2 * F)
 
     def forward(self, x: Tensor, place: int) -> Tensor:
-        (gate_up,) = project_adapted(x, [self.gate_up_proj], [self.gate_up_proj_adapter_list[place]])
+        (gate_up,) = project_adapted(x, [self.gate_up_proj], [self.gate_up_proj_adapter_list.at(place)])
         return project(self.down_proj, gated_activation(gate_up, None, self.activation))
 
 
@@ -479,10 +484,7 @@ class Zamba2Model(Zamba2PreTrainedModel):
             token_mask, full_mask = attention_mask["linear_attention"], attention_mask["full_attention"]
         else:
             token_mask = mask_of_tokens(attention_mask, x0.shape[1])
-            full_mask = create_causal_mask(
-                config=self.config, inputs_embeds=x0, attention_mask=attention_mask, cache=cache,
-                position_ids=position_ids,
-            )  # fmt: skip
+            full_mask = causal_mask(self.config, x0, attention_mask, cache, position_ids)
         positions = self.rotary_emb(x0, position_ids) if self.config.use_mem_rope else None
 
         want_hidden = kwargs.pop("output_hidden_states", None) or False
