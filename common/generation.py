@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from xpu_ports.common import graph
+from xpu_ports.common.kernels.greedy_tokens import greedy_tokens
 
 # Steps that the host may be ahead of the device.
 AHEAD = 4
@@ -139,7 +140,6 @@ class _Loop:
         cache, length = outputs.cache, self.prompt
         while True:
             tokens = self.choose(outputs.logits[:, -1], length)
-            self.ids[:, length] = tokens
             length += 1
             stopped = self.check(tokens, length)
             if stopped is not None or length >= self.max_length:
@@ -159,30 +159,33 @@ class _Loop:
         return self.ids[:, : length if stopped is None else stopped]
 
     def choose(self, logits: Tensor, length: int) -> Tensor:
-        """The next token of each row, [B]; pad where a row has ended."""
+        """Put the next token of each row into `ids`, pad where a row has ended; gives that column, [B]."""
         # The largest logit is the same in any dtype.
         scores = logits if self.plain else self.process(self.ids[:, :length], logits.float())
-        if self.sample:
-            tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1)[:, 0]
-        else:
-            tokens = scores.argmax(dim=-1)
-        if self.eos is None:
+        tokens = self.ids[:, length]
+        if not self.sample:
+            greedy_tokens(scores, tokens, self.unfinished, self.eos, self.pad)
             return tokens
-        assert self.pad is not None  # generate() asks for one where rows can end
-        tokens = torch.where(self.unfinished, tokens, self.pad)
-        self.unfinished = self.unfinished & (tokens[:, None] != self.eos).all(dim=-1)
+        drawn = torch.multinomial(scores.softmax(dim=-1), num_samples=1)[:, 0]
+        if self.eos is not None:
+            assert self.pad is not None  # generate() asks for one where rows can end
+            drawn = torch.where(self.unfinished, drawn, self.pad)
+            self.unfinished &= (drawn[:, None] != self.eos).all(dim=-1)
+        tokens.copy_(drawn)
         return tokens
 
     def check(self, tokens: Tensor, length: int) -> int | None:
-        """Send this step's tokens and flag to the host; the length at which all rows had ended, once it is known."""
-        if self.eos is None and self.streamer is None:
+        """Send to the host what it asks of this step; the length at which all rows had ended, once it is known."""
+        sent = [] if self.eos is None else [self.unfinished]
+        sent += [] if self.streamer is None else [tokens]
+        if not sent:
             return None
-        self.slots.append(Slot.of(self.unfinished, tokens, length=length))
+        self.slots.append(Slot.of(*sent, length=length))
         return self.read() if len(self.slots) > AHEAD else None
 
     def read(self) -> int | None:
         slot = self.slots.popleft()
-        unfinished, tokens = slot.read()
+        sent = slot.read()
         if self.streamer is not None:
-            self.streamer.put(tokens)
-        return None if self.eos is None or bool(unfinished.any()) else slot.length
+            self.streamer.put(sent[-1])
+        return None if self.eos is None or bool(sent[0].any()) else slot.length

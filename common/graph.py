@@ -33,6 +33,7 @@ from transformers.cache_utils import (
 )
 
 from xpu_ports.common import dispatch
+from xpu_ports.common.kernels.rotary_insert import rotary_insert
 
 SUBJECT = "decode step"
 STEP = "step"
@@ -108,11 +109,11 @@ def capture(device: torch.device, step: Callable[[], Tensor], warm: bool = False
 
 
 class Length:
-    """How many tokens a bound cache holds: on the host, and on the device for the captured step."""
+    """How many tokens a bound cache holds: on the host, and on the device, [1], for the captured step."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Tensor) -> None:
         self.host = 0
-        self.device = torch.zeros(1, dtype=torch.long, device=device)
+        self.device = device
 
 
 class _Bound:
@@ -181,6 +182,19 @@ class BoundAttention(_Bound, DynamicLayer):
         self.all_values.index_copy_(2, self.length.device, value_states)
         return self.all_keys, self.all_values
 
+    def update_rotated(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """`rotary_embedding` of q and k, then `update`, in a captured step and in one launch.
+
+        Args:
+            q, k, v: [B, 1, H, K].
+            cos, sin: [B or 1, 1, K / 2].
+
+        Returns:
+            q [B, H, 1, K], and all keys and values.
+        """
+        q = rotary_insert(q, k, v, cos, sin, self.length.device, self.all_keys, self.all_values)
+        return q.transpose(1, 2), self.all_keys, self.all_values
+
     def get_seq_length(self) -> int:
         return self.length.host
 
@@ -215,6 +229,12 @@ class BoundAttentionAndStates(  # type: ignore[misc, override]
     def reorder_cache(self, beam_idx: Tensor) -> None:
         BoundStates.reorder_cache(self, beam_idx)
         BoundAttention.reorder_cache(self, beam_idx)
+
+
+def stepping_layer(cache: Cache | None, index: int) -> BoundAttention | None:
+    """A layer of a cache, where a captured step is under way on it and it has keys and values."""
+    layer = cache.layers[index] if cache is not None and index < len(cache.layers) else None
+    return layer if isinstance(layer, BoundAttention) and layer.binding.stepping else None
 
 
 BOUND: dict[type, type[_Bound]] = {
@@ -309,12 +329,15 @@ class DecodeGraph(CacheGraph):
         self.counting = False
         self.released: list[Any] = []
         self._original: list[type] = []
-        self.length = Length(device)
-        self.position_ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.mask = torch.ones(batch, self.capacity, dtype=torch.bool, device=device)
+        # Positions and length side by side: both grow by one a step.
+        self._counts = torch.zeros(batch + 1, dtype=torch.long, device=device)
+        self.position_ids, self.length = self._counts[:batch, None], Length(self._counts[batch:])
+        # Which keys count, none behind the newest, and whether the new token does; the second where the caller said so.
+        self.seen = torch.zeros(batch, self.capacity, dtype=torch.bool, device=device)
+        self.new = torch.ones(batch, 1, dtype=torch.bool, device=device)
+        self.new_is_told = False
         self.layers = [self._buffers(layer) for layer in cache.layers]
         self._cache = Cache(layers=list(self.layers))
-        self._columns = torch.arange(self.capacity, device=device)
 
     def _buffers(self, layer: Any) -> Any:
         """An empty bound layer with static buffers of the layer's shapes."""
@@ -340,11 +363,8 @@ class DecodeGraph(CacheGraph):
         return bound
 
     def _step(self, forward: Callable[..., Any], model: Any) -> Tensor:
-        seen = self.mask & (self._columns <= self.length.device)  # [B, capacity]
-        masks = {
-            "full_attention": seen[:, None, None],
-            "linear_attention": self.mask.index_select(1, self.length.device),
-        }
+        self.seen.index_copy_(1, self.length.device, self.new)
+        masks = {"full_attention": self.seen[:, None, None], "linear_attention": self.new}
         self.stepping = True
         try:
             outputs = forward(
@@ -358,16 +378,14 @@ class DecodeGraph(CacheGraph):
             )
         finally:
             self.stepping = False
-        self.length.device.add_(1)
-        self.position_ids.add_(1)
+        self._counts.add_(1)
         return outputs.logits
 
     def run(self, cache: Any, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
         if self.bound is None or self.bound() is not cache:
             self.bind(cache)
         self.input_ids.copy_(input_ids)
-        if mask is not None:
-            self.mask[:, : mask.shape[1]].copy_(mask)
+        self._tell(mask)
         if position_ids is not None:
             self.position_ids.copy_(position_ids)
         elif not self.counting:
@@ -376,6 +394,18 @@ class DecodeGraph(CacheGraph):
         self.replay()
         self.length.host += 1
         return self.lent()
+
+    def _tell(self, mask: Tensor | None) -> None:
+        """Take over what the caller says of tokens, the new one included; the others are as they were, or count."""
+        length, was_told = self.length.host, self.new_is_told
+        self.new_is_told = mask is not None and mask.shape[1] > length
+        if mask is not None:
+            mask = mask[:, : length + 1]
+            self.seen[:, : mask.shape[1]].copy_(mask)
+            if self.new_is_told:
+                self.new.copy_(mask[:, length:])
+        if was_told and not self.new_is_told:
+            self.new.fill_(True)
 
     def bind(self, cache: Any) -> None:
         self.release()
@@ -390,7 +420,8 @@ class DecodeGraph(CacheGraph):
             if isinstance(bound, BoundAttention):
                 bound.all_keys[:, :, :length].copy_(layer.keys)
                 bound.all_values[:, :, :length].copy_(layer.values)
-        self.mask.fill_(True)
+        self.seen.fill_(False)
+        self.seen[:, :length] = True
         self.length.host = length
         self.length.device.fill_(length)
         cache.layers[:] = self.layers

@@ -15,6 +15,7 @@ from xpu_ports.common.kernels.concat_rms_norm import concat_rms_norm
 from xpu_ports.common.kernels.decode_attention import decode_attention
 from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.gated_rms_norm import gated_norm_by_sum, gated_rms_norm, gated_square_sum
+from xpu_ports.common.kernels.greedy_tokens import greedy_tokens
 from xpu_ports.common.kernels.kda import CHUNK, chunk_kda, kda_gate, recurrent_kda
 from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
@@ -22,7 +23,8 @@ from xpu_ports.common.kernels.mla_decode import mla_decode
 from xpu_ports.common.kernels.moe_experts import moe_experts
 from xpu_ports.common.kernels.moe_router import moe_router_logits, moe_sigmoid_router
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
-from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
+from xpu_ports.common.kernels.rotary_embedding import rotary_angles, rotary_embedding
+from xpu_ports.common.kernels.rotary_insert import rotary_insert
 from xpu_ports.common.kernels.selective_state_update import selective_state_update
 from xpu_ports.common.kernels.skinny_linear import adapted_linears, gated_norm_linear, linear, norm_linear
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
@@ -89,6 +91,37 @@ def _rotary(size: Size, draw: Draw) -> Args:
     B, T, H, K = (size[letter] for letter in "BTHK")
     angles = draw.uniform(0.0, 6.28, 1, T, K // 2, dtype=torch.float32)
     return draw(B, T, H, K), draw(B, T, H, K), angles.cos(), angles.sin()
+
+
+def _rotary_angles(size: Size, draw: Draw) -> Args:
+    B, T, K = (size[letter] for letter in "BTK")
+    frequencies = draw.uniform(0.0, 1.0, K // 2, dtype=torch.float32)
+    return torch.arange(T, device=frequencies.device).repeat(B, 1), frequencies
+
+
+def _rotary_insert(size: Size, draw: Draw) -> Args:
+    B, T, H, S, K = (size[letter] for letter in "BTHSK")
+    q, k, cos, sin = _rotary(size, draw)
+    slots = torch.arange(S - T, S, device=q.device)
+    return q, k, draw(B, T, H, K), cos, sin, slots, draw(B, H, S, K), draw(B, H, S, K)
+
+
+def _not_inserted(args: Args) -> int:
+    """Bytes of caches that are neither read nor written, where they count as both."""
+    k, keys, values = args[1], args[6], args[7]
+    return 2 * (keys.numel() + values.numel() - k.numel()) * keys.element_size()
+
+
+def _insert_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+    # The first and the last sequence.
+    ends = sorted({0, args[0].shape[0] - 1})
+    return tuple(sample_index(a, ends) if a.dim() == 4 else a for a in args), [sample_index(t, ends) for t in outputs]
+
+
+def _greedy(size: Size, draw: Draw) -> Args:
+    logits = draw(size["B"], size["V"])
+    tokens = logits.new_zeros(size["B"], dtype=torch.int64)
+    return logits, tokens, tokens == 0, tokens.new_ones(1), tokens.new_zeros(())
 
 
 def _tokens_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
@@ -478,6 +511,32 @@ CASES = {
             _peers("rotary_embedding", "transformers"),
             _tokens_sample,
             elementwise=count(BTHK=6),
+        ),
+        # A cosine or a sine counts as one operation.
+        Case(
+            "rotary_angles",
+            rotary_angles,
+            ("B1-T1-K128", "B8-T1-K128", "B1-T8192-K128"),
+            _rotary_angles,
+            elementwise=count(BTK=2),
+        ),
+        # A decode step's, into a cache of S keys.
+        Case(
+            "rotary_insert",
+            rotary_insert,
+            ("B1-T1-H32-S1024-K128", "B8-T1-H32-S1024-K128"),
+            _rotary_insert,
+            {},
+            _insert_sample,
+            unread=_not_inserted,
+            elementwise=count(BTHK=6),
+        ),
+        Case(
+            "greedy_tokens",
+            greedy_tokens,
+            ("B1-V32000", "B8-V32000", "B8-V163840"),
+            _greedy,
+            elementwise=count(BV=1),
         ),
         Case(
             "linear",

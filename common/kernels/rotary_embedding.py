@@ -1,6 +1,6 @@
-"""Rotary position embedding of queries and keys, half-split layout, both in one launch.
+"""Rotary position embedding of queries and keys, half-split layout, both in one launch; and its cosines and sines.
 
-    [x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]
+    [x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin],   the angles of a position t being t theta_i
 
 Source: Su et al., "RoFormer" (arXiv:2104.09864), section 3.2; the split in halves is GPT-NeoX's.
 """
@@ -14,6 +14,23 @@ from xpu_ports.common.dispatch import op
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@op
+def rotary_angles(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles.
+
+    Args:
+        positions: [B, T], int32 or int64, any strides.
+        frequencies: [K / 2], radians a position, contiguous.
+        scale: factor on both results.
+
+    Returns:
+        (cos, sin), [B, T, K / 2] each, contiguous, in fp32 (fp64 for frequencies in it), as are the angles.
+    """
+    wide = torch.promote_types(frequencies.dtype, torch.float32)
+    angles = positions[..., None].to(wide) * frequencies.to(wide)
+    return angles.cos() * scale, angles.sin() * scale
 
 
 @op
@@ -38,7 +55,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
-def _refuses(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+def _refuses_angles(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> str | None:
+    if not AVAILABLE:
+        return WHY_NOT
+    if positions.dtype not in (torch.int32, torch.int64) or positions.dim() != 2:
+        return f"positions are {tuple(positions.shape)} of {positions.dtype}, not [B, T] of int32 or int64"
+    if frequencies.dtype not in _FLOATS:
+        return f"frequencies are of {frequencies.dtype}, not one of float16, bfloat16, float32"
+    if frequencies.dim() != 1 or not frequencies.is_contiguous():
+        return f"frequencies have shape {tuple(frequencies.shape)}, not one dimension, contiguous"
+    return None
+
+
+def refuses_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     if not AVAILABLE:
         return WHY_NOT
     for t in (q, k, cos, sin):
@@ -58,6 +87,54 @@ def _refuses(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     if q.shape[:2] != k.shape[:2]:
         return f"q is {tuple(q.shape)} and k is {tuple(k.shape)}: batch and tokens differ"
     return None
+
+
+@kernel
+@triton.jit
+def _rotary_angles_kernel(
+    positions_ptr,
+    frequencies_ptr,
+    cos_ptr,
+    sin_ptr,
+    T,
+    stride_p_b,
+    stride_p_t,
+    scale,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_HALF + tl.arange(0, BLOCK_HALF)
+    mask_d = offs_d < HALF
+    position = tl.load(positions_ptr + row // T * stride_p_b + row % T * stride_p_t).to(tl.float32)
+    angles = position * tl.load(frequencies_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    tl.store(cos_ptr + row * HALF + offs_d, tl.cos(angles) * scale, mask=mask_d)
+    tl.store(sin_ptr + row * HALF + offs_d, tl.sin(angles) * scale, mask=mask_d)
+
+
+@rotary_angles.implement("triton", "xpu", "cuda", refuses=_refuses_angles)
+def rotary_angles_triton(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    (B, T), half = positions.shape, frequencies.shape[0]
+    cos, sin = (torch.empty((B, T, half), dtype=torch.float32, device=positions.device) for _ in range(2))
+    if cos.numel() == 0:
+        return cos, sin
+    block = min(64, next_power_of_2(half))
+    with on_device_of(positions):
+        _rotary_angles_kernel[(B * T, cdiv(half, block))](
+            positions, frequencies, cos, sin, T, *positions.stride(), scale,
+            HALF=half, BLOCK_HALF=block, num_warps=cdiv(block, 32),
+        )  # fmt: skip
+    return cos, sin
+
+
+@triton.jit
+def turn_halves(x_ptrs, y_ptrs, cos, sin, mask, HALF: tl.constexpr):
+    """Rotate heads, [heads, columns] of pointers to their first halves; cos and sin are [columns], in fp32."""
+    x1 = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    # [x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]
+    tl.store(y_ptrs, (x1 * cos[None, :] - x2 * sin[None, :]).to(y_ptrs.dtype.element_ty), mask=mask)
+    tl.store(y_ptrs + HALF, (x2 * cos[None, :] + x1 * sin[None, :]).to(y_ptrs.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -105,14 +182,10 @@ def _rotary_embedding_kernel(
         mask = (offs_h < HK)[:, None] & mask_d[None, :]
         x_ptrs = k_ptr + b * stride_k_b + t * stride_k_t + offs_h.to(tl.int64)[:, None] * stride_k_h + offs_d[None, :]
         out_ptrs = k_out_ptr + (row * HK + offs_h[:, None]) * (2 * HALF) + offs_d[None, :]
-    x1 = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
-    # [x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]
-    tl.store(out_ptrs, (x1 * cos[None, :] - x2 * sin[None, :]).to(q_out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptrs + HALF, (x2 * cos[None, :] + x1 * sin[None, :]).to(q_out_ptr.dtype.element_ty), mask=mask)
+    turn_halves(x_ptrs, out_ptrs, cos, sin, mask, HALF)
 
 
-@rotary_embedding.implement("triton", "xpu", "cuda", refuses=_refuses)
+@rotary_embedding.implement("triton", "xpu", "cuda", refuses=refuses_rotation)
 def rotary_embedding_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     B, T, HQ, K = q.shape
     HK = k.shape[2]

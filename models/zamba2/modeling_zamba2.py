@@ -137,7 +137,8 @@ class Zamba2MambaMixer(nn.Module):
         """One token, the states moved in place; [B, 1, .] gives [B, 1, D]."""
         # From the modules' own dicts: nn.Module looks attributes up in Python, here so many that a step would feel it.
         own, children = self._parameters, self._modules
-        conv, out_proj = children["conv1d"]._parameters, children["out_proj"]
+        conv: Any = children["conv1d"]._parameters
+        out_proj: Any = children["out_proj"]
         inputs = (
             zxBCdt.squeeze(1),
             conv_state,
@@ -262,8 +263,8 @@ class Zamba2Attention(nn.Module):
             adapters = [adapter_list.at(place) for adapter_list in lists]
         q, k, v = project_adapted(x, [self.q_proj, self.k_proj, self.v_proj], adapters)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
-        step = None if positions is None else stepping_layer(cache, layer_idx)
-        if step is not None:
+        step = stepping_layer(cache, layer_idx)
+        if step is not None and positions is not None:
             q, k, v = step.update_rotated(q, k, v, *positions)
         else:
             if positions is not None:

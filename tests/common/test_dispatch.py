@@ -567,6 +567,18 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "concat_rms_norm with residual": lambda: (*(torch.randn(3, 8) for _ in range(3)), torch.randn(16)),
     "gated_activation": lambda: (torch.randn(3, 8), torch.randn(3, 8), "gelu"),
     "rotary_embedding": lambda: (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8), *torch.randn(2, 1, 3, 4)),
+    "rotary_angles": lambda: (torch.tensor([[0, 7, 9]]), torch.rand(4), 1.5),
+    "rotary_insert": lambda: (
+        *(torch.randn(2, 3, 4, 8), *torch.randn(2, 2, 3, 2, 8), *torch.randn(2, 1, 3, 4), torch.tensor([4, 0, 2])),
+        *torch.randn(2, 2, 2, 5, 8),
+    ),
+    "greedy_tokens": lambda: (
+        *(torch.randn(3, 9), torch.zeros(3, dtype=torch.long), torch.tensor([True, False, True])),
+        *(torch.tensor([4, 7]), torch.tensor(0)),
+    ),
+    "greedy_tokens without an end": lambda: (
+        *(torch.randn(3, 9), torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool), None, None),
+    ),
     "kda_gate": lambda: (torch.randn(2, 3, 2, 4), torch.randn(2), torch.randn(8)),
     "kda_gate with a bound": lambda: (torch.randn(2, 3, 2, 4), torch.randn(2), None, -5.0),
     "chunk_kda": lambda: (*_kda(1, 5), None, 0.5),
@@ -632,6 +644,8 @@ CALLS: dict[str, Callable[[], tuple]] = {
 }
 MUTATING = {
     "qk_norm_rope": {"q", "k"},
+    "rotary_insert": {"keys", "values"},
+    "greedy_tokens": {"tokens", "unfinished"},
     "compress_csa": {"state"},
     "compress_hca": {"state"},
     "qnorm_rope_kv_insert": {"store"},

@@ -189,6 +189,40 @@ def test_another_back_end_is_another_graph(model):
     assert len(model._decode_graphs) == 2
 
 
+def test_a_captured_step_rotates_into_the_cache(model):
+    """One op for positions and cache where a step is captured, and the two of them elsewhere."""
+    ids = prompt(2, 12)
+    expected = eager(model, ids, max_new_tokens=6)
+    ran = {line.op for line in dispatch.explain(show=False)}
+    assert "rotary_embedding" in ran
+    assert "rotary_insert" not in ran
+    assert torch.equal(model.generate(ids, max_new_tokens=6, **OPTIONS), expected)
+    assert "rotary_insert" in {line.op for line in dispatch.explain(show=False)}
+
+
+def test_what_is_said_of_tokens_lasts(model):
+    """Masks given at some steps alone, one for a token that does not count, one longer than the cache."""
+    ids, next_ids = prompt(2, 12), prompt(2, 5)
+    said = torch.ones_like(torch.cat([ids, next_ids], 1))
+    said[1, :4] = 0
+    said[0, 13] = 0
+    positions = said.cumsum(-1) - 1
+
+    def logits(enabled: bool, masks: list) -> list[torch.Tensor]:
+        with graph.use_graphs(enabled):
+            cache = model(input_ids=ids, attention_mask=said[:, :12], use_cache=True).cache
+            given = [dict(input_ids=next_ids[:, [t]], position_ids=positions[:, [12 + t]]) for t in range(5)]
+            return [model(cache=cache, attention_mask=mask, **g).logits for g, mask in zip(given, masks, strict=True)]
+
+    expected = logits(False, [said[:, : 13 + t] for t in range(5)])
+    ones = torch.ones(2, 3, dtype=said.dtype, device=said.device)
+    for last in (None, said, said[:, :15]):
+        masks = [said[:, :13], torch.cat([said[:, :14], ones], 1), said[:, :14], last, None]
+        for ours, theirs in zip(logits(True, masks), expected, strict=True):
+            assert (ours - theirs).abs().max() <= 2e-5
+    assert steps() == {"graph": 15}
+
+
 class TestLoop:
     """The decode loop that does not wait: the same tokens as transformers' loop, in every way of stopping."""
 

@@ -1,4 +1,4 @@
-"""rotary_embedding: numbers, positions shared or a row's own, heads of two kinds, strides, refusals."""
+"""rotary_embedding: numbers, positions shared or a row's own, heads of two kinds, strides, refusals; rotary_angles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.common.ops import LAYOUTS, Runner, normal, refusal
 from xpu_ports.common import accuracy
 from xpu_ports.common.dispatch import BackendError, use_backend
 from xpu_ports.common.kernels import rotary_embedding as module
-from xpu_ports.common.kernels.rotary_embedding import rotary_embedding
+from xpu_ports.common.kernels.rotary_embedding import rotary_angles, rotary_embedding
 
 pytestmark = pytest.mark.op("rotary_embedding")
 
@@ -191,3 +191,66 @@ def test_forced_without_a_backward(run: Runner) -> None:
     given["q"].requires_grad_()
     with use_backend(run.target.backend), pytest.raises(BackendError, match="no backward"):
         rotary_embedding(**given)
+
+
+# ------------------------------------------------------------------------------------------------------ rotary_angles
+
+
+@pytest.mark.op("rotary_angles")
+class TestAngles:
+    """rotary_angles: numbers, positions of any kind, refusals."""
+
+    GOOD = dict(positions=torch.tensor([[0, 3, 2000], [5, 1, 4]]), frequencies=torch.rand(5), scale=1.0)
+
+    @pytest.mark.parametrize("scale", [1.0, 1.25])
+    @pytest.mark.parametrize(
+        "size", [dict(B=1, T=1, K=1), dict(B=3, T=7, K=7), dict(B=2, T=5, K=64), dict(B=1, T=1, K=65)]
+    )
+    def test_sizes(self, run: Runner, size: dict, scale: float) -> None:
+        B, T, half = size.values()
+        # The angle is rounded before its cosine is taken.
+        run.rounds_once = False
+        frequencies = 10000.0 ** -torch.linspace(0.0, 1.0, half)
+        cos, sin = run(torch.randint(5000, (B, T)), frequencies, scale)
+        assert cos.shape == sin.shape == (B, T, half)
+        assert cos.dtype == sin.dtype == torch.float32
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_positions(self, run: Runner, dtype: torch.dtype) -> None:
+        """Shared by the rows, of rows with gaps, and negative ones."""
+        frequencies = self.GOOD["frequencies"]
+        run.rounds_once = False
+        run(torch.arange(4, dtype=dtype)[None].expand(3, 4), frequencies, 1.0)
+        run(torch.arange(40, dtype=dtype).view(4, 10)[::2, 1:7:3] - 9, frequencies, 1.0)
+        run(torch.zeros(2, 0, dtype=dtype), frequencies, 1.0)
+
+    def test_no_angle(self, run: Runner) -> None:
+        cos, sin = run(torch.zeros(1, 2, dtype=torch.long), torch.rand(3), 1.0)
+        assert (cos == 1.0).all()
+        assert (sin == 0.0).all()
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_frequencies_of_16_bits(self, run: Runner, dtype: torch.dtype) -> None:
+        run.rounds_once = False
+        cos, _ = run(**self.GOOD | dict(frequencies=torch.rand(5).to(dtype)))
+        assert cos.dtype == torch.float32
+
+    @pytest.mark.parametrize(
+        ("changed", "why"),
+        [
+            (dict(positions=torch.zeros(1, 2)), "positions are (1, 2) of torch.float32"),
+            (dict(positions=torch.zeros(2, dtype=torch.long)), "positions are (2,)"),
+            (dict(frequencies=torch.rand(5).double()), "frequencies are of torch.float64"),
+            (dict(frequencies=torch.rand(1, 5)), "frequencies have shape (1, 5)"),
+            (dict(frequencies=torch.rand(10)[::2]), "contiguous"),
+            (dict(frequencies=torch.rand(5).requires_grad_()), "no backward"),
+        ],
+    )
+    def test_refusals(self, changed: dict, why: str) -> None:
+        assert refusal(rotary_angles, **self.GOOD) == ""
+        assert why in refusal(rotary_angles, **self.GOOD | changed)
+
+    def test_refusal_without_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "AVAILABLE", False)
+        monkeypatch.setattr(module, "WHY_NOT", "Triton cannot be imported: no module")
+        assert "no module" in refusal(rotary_angles, **self.GOOD)
