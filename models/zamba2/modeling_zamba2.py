@@ -137,7 +137,7 @@ class Zamba2MambaMixer(nn.Module):
         """One token, the states moved in place; [B, 1, .] gives [B, 1, D]."""
         # From the modules' own dicts: nn.Module looks attributes up in Python, here so many that a step would feel it.
         own, children = self._parameters, self._modules
-        conv: Any = children["conv1d"]._parameters
+        conv = children["conv1d"]._parameters
         out_proj: Any = children["out_proj"]
         inputs = (
             zxBCdt.squeeze(1),
