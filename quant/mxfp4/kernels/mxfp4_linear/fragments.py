@@ -490,21 +490,29 @@ def _tile_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """How many rows are cut: rows of a program, warps with 16 outputs each, parts of K, steps that are copied ahead."""
+    """How many rows are cut: rows of a program, warps with 16 outputs each, parts of K, steps that are copied ahead.
+
+    `registers` is the most that a thread may have, for several programs to run side by side; 0 for no limit.
+    """
 
     block_m: int
     warps: int
     split: int = 1
     stages: int = 3
+    registers: int = 0
 
 
 def tile(arch: Architecture, M: int, N: int, K: int, parts: int) -> Tile:
     """For M rows of x in some parts."""
     if M <= 64:
         return Tile(32 if M <= 32 else 64, 4, _split(2 * arch.units, cdiv(N, 64), K))
+    split = _split(arch.units // 2, cdiv(N, 128), K)
+    if parts == 1:
+        # Two programs share a unit: one decodes while the other multiplies.
+        return Tile(128, 8, split, registers=128)
     # The parts of x that are copied ahead fill the shared memory.
     block_m = min(128 if M <= 128 else 256, next_power_of_2(256 // parts + 1) // 2)
-    return Tile(block_m, 8, _split(arch.units // 2, cdiv(N, 128), K))
+    return Tile(block_m, 8, split)
 
 
 def _split(wanted: int, tiles: int, K: int) -> int:
@@ -571,6 +579,7 @@ def launch_tiles(
             BLOCK_M=cut.block_m,
             STAGES=cut.stages,
             num_warps=cut.warps,
+            **({"maxnreg": cut.registers} if cut.registers else {}),
         )
     if cut.split > 1:
         add_parts(target, bias, y)

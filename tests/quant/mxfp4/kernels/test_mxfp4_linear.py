@@ -114,7 +114,7 @@ class Both:
 
     @FLOATS
     @pytest.mark.usefixtures("elsewhere")
-    @pytest.mark.parametrize(("M", "N", "K"), [(1, 33, 1056), (12, 33, 96), (18, 5, 288)])
+    @pytest.mark.parametrize(("M", "N", "K"), [(1, 33, 1056), (12, 33, 96), (18, 5, 288), (70, 33, 96)])
     def test_other_architectures(self, linear: Runner, M: int, N: int, K: int, dtype: torch.dtype) -> None:
         linear(torch.randn(M, K).to(dtype), *weight_of(N, K), torch.randn(N).to(dtype))
 
