@@ -18,7 +18,9 @@ from xpu_ports.common import dispatch, replay, tritonlib, tuning
 from xpu_ports.common.device import use_architecture
 from xpu_ports.common.dispatch import OPS, Op, explain, use_backend
 
-interpreted = pytest.mark.skipif(not tritonlib.INTERPRETED, reason="kernels run in Triton's interpreter")
+# Where kernels run: in Triton's interpreter, else on the accelerator that is here.
+DEVICE = torch.device("cpu" if tritonlib.INTERPRETED else torch.accelerator.current_accelerator() or "meta")
+runs_kernels = pytest.mark.skipif(DEVICE.type == "meta", reason="neither Triton's interpreter nor an accelerator")
 # Calls whose wrapper does more than allocate and launch, and what.
 NOT_KEPT = {
     "rms_norm_backward": "a sum of torch's",
@@ -28,7 +30,7 @@ NOT_KEPT = {
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(replay, "DEVICES", {"cpu"})
+    monkeypatch.setattr(replay, "DEVICES", {"cpu", DEVICE.type})
     monkeypatch.setattr(dispatch, "ALIKE", 1)
     dispatch.forget_plans()
     yield
@@ -49,15 +51,19 @@ def kernel_calls() -> Iterator[Any]:
             yield pytest.param(call, marks=pytest.mark.full if call.startswith("chunk_kda from") else ())
 
 
-@interpreted
+@runs_kernels
 @pytest.mark.parametrize("call", list(kernel_calls()))
 def test_calls_made_again(call: str) -> None:
     """Bit for bit what the wrapper gives, in outputs and in what is written, with other numbers than before."""
     op = OPS[call.split()[0]]
+
+    def draw() -> list[Any]:
+        return [each_tensor(a, lambda t: t.to(DEVICE)) for a in CALLS[call]()]
+
     with torch.no_grad(), use_backend("triton"):
-        op(*CALLS[call]())
-        op(*CALLS[call]())
-        given = CALLS[call]()
+        op(*draw())
+        op(*draw())
+        given = draw()
         copies = [each_tensor(a, torch.clone) for a in given]
         with replay.off():
             expected = listed(op(*copies))
