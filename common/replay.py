@@ -261,21 +261,22 @@ class _Places:
         """What takes outputs like these from the memory that a plan makes."""
         if outputs is None:
             return lambda made: None
-        several = isinstance(outputs, (list, tuple))
+        kind, several = type(outputs), isinstance(outputs, (list, tuple))
         found = [self._find(t) for t in (outputs if several else [outputs])]
         places = [(f.place if isinstance(f, _Part) else f) - self.inputs for f in found]
         if min(places, default=0) < 0:
             raise _NotKeptError
         whole = not any(isinstance(f, _Part) for f in found)
-        if whole and (not several or (isinstance(outputs, tuple) and len(places) > 1)):
+        if whole and (not several or (kind is tuple and len(places) > 1)):
             return itemgetter(*places)
 
+        # Of this call's tensors nothing stays: a plan lives on.
         def give(made: list[Tensor]) -> Any:
             tensors = [
                 f.of(made[place]) if isinstance(f, _Part) else made[place]
                 for f, place in zip(found, places, strict=True)
             ]
-            return type(outputs)(tensors) if several else tensors[0]
+            return kind(tensors) if several else tensors[0]
 
         return give
 

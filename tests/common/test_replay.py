@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -339,6 +341,24 @@ def test_parts_of_memory(scaled: Scaled) -> None:
             got = scaled.op(x)
             assert torch.equal(got, torch.stack([x * 2 * 3 * 5, x * 2 * 3]).transpose(1, 2))
     assert (scaled.ran, kept(scaled.op)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "also", [lambda x, y: None, lambda x, y: [y], lambda x, y: y.view(-1)], ids=["tensor", "list", "part"]
+)
+def test_a_plan_holds_no_tensors(scaled: Scaled, also: Callable[[Tensor, Tensor], Any]) -> None:
+    """Of the call that it was made of."""
+    scaled.also = also
+    seen = []
+    with torch.no_grad():
+        for _ in range(3):
+            x, weight = torch.randn(4, 8), torch.randn(8)
+            y = listed(scaled.op(x, weight))[0]
+            seen += [weakref.ref(t) for t in (x, weight, y)]
+            del x, weight, y
+    assert kept(scaled.op) == 1
+    gc.collect()
+    assert [t() for t in seen] == [None] * 9
 
 
 def test_an_op_within_an_op(scaled: Scaled) -> None:
