@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from xpu_ports.common.kernels.sparse_mla.rows import coded, locate_tokens, plain, product, rows_in, tail_of
+from xpu_ports.common.kernels.sparse_mla.rows import (
+    coded,
+    decoded,
+    locate_tokens,
+    plain,
+    product,
+    rows_in,
+    tail_of,
+    whole_tokens,
+)
 from xpu_ports.common.tritonlib import kernel, tl, triton
 
 
@@ -46,6 +55,14 @@ def _scores_in_chunks(
 
 
 @triton.jit
+def _weighed(scores, top, total):
+    """(weights, decay, top, total) with the scores [heads, keys] of more keys."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    p, decay = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+    return p, decay, new_top, total * decay + tl.sum(p, axis=1)
+
+
+@triton.jit
 def _take_in(
     q,
     q_ptrs,
@@ -73,10 +90,7 @@ def _take_in(
     bias = tl.where(counts, 0.0, float("-inf"))
     if WHOLE:
         c = rows_in(ptr, slots, counts, stride, K, ROPE, TOKENS, WHOLE, BLOCK_K)
-        scores = tl.dot(q, tl.trans(c)) * scale + bias[None, :]
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        p, decay = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-        total = total * decay + tl.sum(p, axis=1)
+        p, decay, new_top, total = _weighed(tl.dot(q, tl.trans(c)) * scale + bias[None, :], top, total)
         acc = tl.dot(p.to(c.dtype), c, acc * decay[:, None])
     else:
         scores = _scores_in_chunks(
@@ -123,9 +137,24 @@ def _of_entries(block, indices_ptr, closed, named, stride, NAMED: tl.constexpr, 
     return slots, counts
 
 
+@triton.jit
+def _of_either(
+    block, n, before, closed, named, window_ptr, entries_ptr, indices_ptr, stride_w_s, stride_e_s, stride_i_a,
+    SPAN: tl.constexpr, RING: tl.constexpr, NAMED: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """(the store, its stride, slots, whether they count) of a block of the window, or behind it of the entries."""
+    window_blocks: tl.constexpr = (SPAN + BLOCK_S - 1) // BLOCK_S
+    inside = block < window_blocks
+    at, counts = _of_window(block, n, before, SPAN, RING, BLOCK_S)
+    at_e, counts_e = _of_entries(block - window_blocks, indices_ptr, closed, named, stride_i_a, NAMED, BLOCK_S)
+    counts = tl.where(inside, counts, counts_e)
+    at = tl.where(counts, tl.where(inside, at, at_e), 0)
+    return tl.where(inside, window_ptr, entries_ptr), tl.where(inside, stride_w_s, stride_e_s), at, counts
+
+
 # Numbers of tokens, entries and slots change from call to call: one kernel for all.
 @kernel
-@triton.jit(do_not_specialize=["T", "before", "slots", "named"])
+@triton.jit(do_not_specialize=["T", "before", "slots", "named", "one"])
 def _sparse_mla_kernel(
     q_ptr,
     window_ptr,
@@ -152,6 +181,7 @@ def _sparse_mla_kernel(
     stride_i_a,
     stride_l,
     stride_sink,
+    one,
     H: tl.constexpr,
     K: tl.constexpr,
     ROPE: tl.constexpr,
@@ -161,6 +191,7 @@ def _sparse_mla_kernel(
     ENTRIES: tl.constexpr,
     NAMED: tl.constexpr,
     ALIKE: tl.constexpr,
+    AHEAD: tl.constexpr,
     TOKENS_W: tl.constexpr,
     TOKENS_E: tl.constexpr,
     PARTS_Q: tl.constexpr,
@@ -173,7 +204,11 @@ def _sparse_mla_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of heads of one token. ALIKE: the window is stored as the entries are, and one loop takes in both."""
+    """A tile of heads of one token.
+
+    ALIKE: the window is stored as the entries are, and one loop takes in both. AHEAD: both are pages, and a block's
+    rows are on their way while the one before it is attended to. `one` is 1.
+    """
     tiles: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     pid, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, t = (pid // tiles // T).to(tl.int64), pid // tiles % T
@@ -213,14 +248,35 @@ def _sparse_mla_kernel(
             named = closed
         blocks = tl.cdiv(named, BLOCK_S)
     # Blocks are dealt out in turn, so that the parts are equally long whatever is closed.
-    if ALIKE:
+    if AHEAD:
+        OWN: tl.constexpr = K - ROPE
+        ptr, stride, at, counts = _of_either(
+            split, n, before, closed, named, window_ptr, entries_ptr, indices_ptr, stride_w_s, stride_e_s,
+            stride_i_a, SPAN, DECODE, NAMED, BLOCK_S,
+        )  # fmt: skip
+        data, scales = locate_tokens(at, stride, OWN, ROPE, TOKENS_W)
+        words, low, high, tail = whole_tokens(ptr, data, scales, counts, OWN, ROPE, BLOCK_K)
         for block in range(split, window_blocks + blocks, splits):
-            inside = block < window_blocks
-            at, counts = _of_window(block, n, before, SPAN, DECODE, BLOCK_S)
-            at_e, counts_e = _of_entries(block - window_blocks, indices_ptr, closed, named, stride_i_a, NAMED, BLOCK_S)
-            counts = tl.where(inside, counts, counts_e)
-            at = tl.where(counts, tl.where(inside, at, at_e), 0)
-            ptr, stride = tl.where(inside, window_ptr, entries_ptr), tl.where(inside, stride_w_s, stride_e_s)
+            bias = tl.where(counts, 0.0, float("-inf"))
+            ptr, stride, at, counts = _of_either(
+                block + splits, n, before, closed, named, window_ptr, entries_ptr, indices_ptr, stride_w_s, stride_e_s,
+                stride_i_a, SPAN, DECODE, NAMED, BLOCK_S,
+            )  # fmt: skip
+            data, scales = locate_tokens(at, stride, OWN, ROPE, TOKENS_W)
+            c = decoded(words, low, high, tail, OWN)
+            scores = tl.zeros((BLOCK_H, BLOCK_S), dtype=tl.float32)
+            # In a loop Triton sees no chain of two products, of which it has warps share the heads alone.
+            for _ in range(one):
+                scores = tl.dot(q, tl.trans(c), scores)
+            words, low, high, tail = whole_tokens(ptr, data, scales, counts, OWN, ROPE, BLOCK_K)
+            p, decay, top, total = _weighed(scores * scale + bias[None, :], top, total)
+            acc = tl.dot(p.to(c.dtype), c, acc * decay[:, None])
+    elif ALIKE:
+        for block in range(split, window_blocks + blocks, splits):
+            ptr, stride, at, counts = _of_either(
+                block, n, before, closed, named, window_ptr, entries_ptr, indices_ptr, stride_w_s, stride_e_s,
+                stride_i_a, SPAN, DECODE, NAMED, BLOCK_S,
+            )  # fmt: skip
             top, total, acc = _take_in(
                 q, q_ptrs, ptr, at, counts, mask_h, stride, scale, top, total, acc,
                 K, ROPE, TOKENS_W, WHOLE, CHUNK, BLOCK_H, BLOCK_K, PARTS_Q, PARTS_W,

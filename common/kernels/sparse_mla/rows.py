@@ -98,33 +98,43 @@ def with_tail(x, tail, OWN: tl.constexpr):
 
 @triton.jit
 def whole_tokens(ptr, data, scales, counts, OWN: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr):
-    """Tokens of pages, bf16, [keys, WIDTH], four codes at a time; the bf16 columns are within one group.
+    """Tokens of pages as they lie: words of four codes, both words of scales, and the bf16 columns, of one group."""
+    groups: tl.constexpr = WIDTH // _GROUP
+    offs_g = tl.arange(0, groups)
+    word_ptr = ptr.to(tl.pointer_type(tl.int32))
+    low = tl.load(word_ptr + scales, mask=counts, other=0)
+    high = tl.load(word_ptr + scales + 1, mask=counts, other=0)
+    # What does not count is read too, and multiplied by 0 later: no code becomes an infinity or NaN.
+    columns = (offs_g * (_GROUP // 4))[:, None] + tl.arange(0, _GROUP // 4)[None, :]
+    mask_g = (offs_g * _GROUP < OWN)[None, :, None]
+    words = tl.load(word_ptr + data[:, None, None] + columns[None, :, :], mask=mask_g, other=0)
+    return words, low, high, tail_of(ptr, data, counts, OWN, OWN, ROPE, _GROUP)
+
+
+@triton.jit
+def decoded(words, low, high, tail, OWN: tl.constexpr):
+    """What `whole_tokens` loads as bf16, [keys, columns], four codes at a time.
 
     For devices that surely compute with denormal bf16. Codes of NaN read as 480: a row that has one was NaN throughout,
     since rows are normalized, and its last columns say so. A row that does not count is 0, whatever is there.
     """
-    groups: tl.constexpr = WIDTH // _GROUP
+    keys: tl.constexpr = words.shape[0]
+    groups: tl.constexpr = words.shape[1]
     offs_g = tl.arange(0, groups)
-    mask_g = offs_g * _GROUP < OWN
-    scale_ptrs = ptr + (4 * scales)[:, None] + offs_g[None, :]
-    scale = tl.load(scale_ptrs, mask=counts[:, None] & mask_g[None, :], other=0).to(tl.int16)
-    words = (offs_g * (_GROUP // 4))[:, None] + tl.arange(0, _GROUP // 4)[None, :]
-    word_ptrs = ptr.to(tl.pointer_type(tl.int32)) + data[:, None, None] + words[None, :, :]
-    # What does not count is read too, and multiplied by 0 below: no code becomes an infinity or NaN.
-    odd = tl.load(word_ptrs, mask=mask_g[None, :, None], other=0)
-    even = odd << 8
+    scale = tl.where((offs_g < 4)[None, :], low[:, None], high[:, None]) >> (offs_g % 4 * 8)[None, :]
+    factor = ((scale & 0xFF) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    odd = words
+    even = words << 8
     # Sign, exponent and mantissa of two codes each where two bf16 have them: masks 0x80008000 and 0x07F007F0.
     odd = (odd & -0x7FFF8000) | ((odd >> 4) & 0x07F007F0)
     even = (even & -0x7FFF8000) | ((even >> 4) & 0x07F007F0)
     # A word's codes in order: even, odd of the low halves, then of the high ones.
     evens = tl.join(even.to(tl.int16), (even >> 16).to(tl.int16))
     odds = tl.join(odd.to(tl.int16), (odd >> 16).to(tl.int16))
-    codes = tl.reshape(tl.join(evens, odds), (data.shape[0], groups, _GROUP))
-    factor = (scale << 7).to(tl.bfloat16, bitcast=True)
+    codes = tl.reshape(tl.join(evens, odds), (keys, groups, _GROUP))
     # The exponent's bias is 120 more.
     x = (codes.to(tl.bfloat16, bitcast=True) * 1.329227995784916e36) * factor[:, :, None]
-    x = tl.reshape(x, (data.shape[0], WIDTH))
-    return with_tail(x, tail_of(ptr, data, counts, OWN, OWN, ROPE, _GROUP), OWN)
+    return with_tail(tl.reshape(x, (keys, groups * _GROUP)), tail, OWN)
 
 
 @triton.jit
@@ -153,7 +163,8 @@ def rows_in(
     else:
         data, scales = locate_tokens(slots, stride, K - ROPE, ROPE, TOKENS)
         if WHOLE:
-            x = whole_tokens(ptr, data, scales, counts, K - ROPE, ROPE, BLOCK_K)
+            words, low, high, tail = whole_tokens(ptr, data, scales, counts, K - ROPE, ROPE, BLOCK_K)
+            x = decoded(words, low, high, tail, K - ROPE)
         else:
             x = coded(ptr, data, scales, counts, 0, K - ROPE, BLOCK_K)
             if ROPE <= _GROUP:

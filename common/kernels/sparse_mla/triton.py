@@ -125,8 +125,9 @@ class Tile:
     warps: int
     # Columns of a score's product at a time; 0 for all of them, of rows that are read once for scores and values.
     chunk: int = 0
-    # Blocks of keys in flight.
+    # Blocks of keys in flight; of pages instead whether the next block's rows are on their way.
     stages: int = 1
+    ahead: bool = False
     # Registers a thread, where that can be chosen.
     registers: int = 128
 
@@ -143,10 +144,10 @@ def tile(arch: Architecture, tokens: int, H: int, width: int, rope: int, parts: 
     if parts > 1 or rope > GROUP:
         return Tile(16, 16, 4, min(GROUP, width))
     # On an H200 64 heads share a token's decoding and are what its matrix units take at once, but then a program has
-    # a multiprocessor for itself, whose latencies few tokens do not hide. Rows are on their way while others are
-    # attended to; of pages there are no registers left to decode the next ones in.
+    # a multiprocessor for itself, whose latencies few tokens do not hide: rows are on their way while others are
+    # attended to, those of pages undecoded, for which alone there are registers.
     if H > 32 and tokens * cdiv(H, 64) >= 4:
-        return Tile(64, 64, 8, stages=1 if paged else 2)
+        return Tile(64, 64, 8, ahead=True) if paged else Tile(64, 64, 8, stages=2)
     return Tile(16, 32, 4)
 
 
@@ -178,9 +179,10 @@ def _attend(
         entries = indices = None
     stores = [window] if entries is None else [window, entries]
     # Products of fp16 are those of matrix units; beside bf16 it is a sum of two.
-    alike = q.dtype == torch.float16 and all(s.dtype == torch.float16 for s in stores)
-    parts = [1 if alike else _PARTS[t.dtype] for t in (q, window, window if entries is None else entries)]
+    fp16 = q.dtype == torch.float16 and all(s.dtype == torch.float16 for s in stores)
+    parts = [1 if fp16 else _PARTS[t.dtype] for t in (q, window, window if entries is None else entries)]
     tokens = [page_tokens(s, K, rope) if s.dtype == torch.uint8 else 0 for s in stores]
+    alike = entries is not None and window.dtype == entries.dtype and tokens[0] == tokens[-1]
     slots = 0 if entries is None else store_slots(entries, K, rope)
     named = slots if indices is None else indices.shape[-1]
     arch = architecture(q.device)
@@ -219,6 +221,7 @@ def _attend(
             *of_indices,
             lengths.stride(0),
             sinks.stride(0),
+            1,
             H=H,
             K=K,
             ROPE=rope,
@@ -227,7 +230,8 @@ def _attend(
             DECODE=decode,
             ENTRIES=entries is not None,
             NAMED=indices is not None,
-            ALIKE=entries is not None and window.dtype == entries.dtype and tokens[0] == tokens[-1],
+            ALIKE=alike,
+            AHEAD=alike and tokens[0] > 0 and cut.ahead,
             TOKENS_W=tokens[0],
             TOKENS_E=tokens[-1],
             PARTS_Q=parts[0],
