@@ -26,7 +26,7 @@ from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_b
 from xpu_ports.common.kernels.rotary_embedding import rotary_angles, rotary_embedding
 from xpu_ports.common.kernels.rotary_insert import rotary_insert
 from xpu_ports.common.kernels.selective_state_update import selective_state_update
-from xpu_ports.common.kernels.skinny_linear import adapted_linears, gated_norm_linear, linear, norm_linear
+from xpu_ports.common.kernels.skinny_linear import adapted_linears, gated_norm_linear, linear, norm_glu, norm_linear
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 
 _PEERS = "xpu_ports.common.bench.peers"
@@ -206,6 +206,19 @@ def _adapted(size: Size, draw: Draw) -> Args:
     T, L, N, K, R = (size[letter] for letter in "TLNKR")
     weights, a, b = ([_matrix(draw, *shape) for _ in range(L)] for shape in ((N, K), (R, K), (N, R)))
     return draw(T, K), weights, a, b
+
+
+def _glu(size: Size, draw: Draw) -> Args:
+    T, F, K, R = (size[letter] for letter in "TFKR")
+    a, b = _matrix(draw, R, K), _matrix(draw, 2 * F, R)
+    return draw(T, K), _weight(draw, K), _matrix(draw, 2 * F, K), a, b, "gelu", 1e-5
+
+
+def _glu_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+    # Every hundredth output, of which each has a row of the weight's first half and one of the second.
+    x, norm_weight, weight, a, b, *rest = args
+    weight, b = (t.unflatten(0, (2, -1))[:, ::100].flatten(0, 1) for t in (weight, b))
+    return (x, norm_weight, weight, a, b, *rest), [outputs[0][..., ::100]]
 
 
 def _outputs_sample(position: int) -> Sample:
@@ -574,6 +587,16 @@ CASES = {
             _adapted,
             _peers("adapted_linears", "pytorch"),
             flops=count(LTNK=2, LTRK=2, LTNR=2),
+        ),
+        Case(
+            "norm_glu",
+            norm_glu,
+            tuple(f"T{T}-F8192-K2048-R128" for T in (1, 2, 4, 8)),
+            _glu,
+            {},
+            _glu_sample,
+            flops=count(TFK=4, TRK=2, TFR=4),
+            elementwise=count(TK=4, TF=6),
         ),
         Case(
             "decode_attention",

@@ -44,19 +44,24 @@ def gated_activation(gate_up: Tensor, adapter: Tensor | None, activation: str) -
     Raises:
         ValueError: the last dimension is odd, or the activation is unknown.
     """
-    half = _half(gate_up, activation)
+    half = half_of(gate_up.shape[-1], activation)
     total = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
     if adapter is not None:
         total = total + adapter.to(total.dtype)
     return (ACTIVATIONS[activation](total[..., :half]) * total[..., half:]).to(gate_up.dtype)
 
 
-def _half(gate_up: Tensor, activation: str) -> int:
+def half_of(width: int, activation: str) -> int:
+    """Half of the columns.
+
+    Raises:
+        ValueError: they are odd in number, or the activation is unknown.
+    """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
-    if gate_up.shape[-1] % 2:
-        raise ValueError(f"the last dimension is {gate_up.shape[-1]}, which has no halves")
-    return gate_up.shape[-1] // 2
+    if width % 2:
+        raise ValueError(f"the last dimension is {width}, which has no halves")
+    return width // 2
 
 
 def _refuses(gate_up: Tensor, adapter: Tensor | None, activation: str) -> str | None:
@@ -107,7 +112,7 @@ def _gated_activation_kernel(
 
 @gated_activation.implement("triton", "xpu", "cuda", refuses=_refuses)
 def gated_activation_triton(gate_up: Tensor, adapter: Tensor | None, activation: str) -> Tensor:
-    half = _half(gate_up, activation)
+    half = half_of(gate_up.shape[-1], activation)
     y = torch.empty((*gate_up.shape[:-1], half), dtype=gate_up.dtype, device=gate_up.device)
     if y.numel() == 0:
         return y

@@ -39,6 +39,7 @@ from xpu_ports.common.kernels.mamba2_decode_linear import mamba2_decode_linear
 from xpu_ports.common.kernels.mamba2_decode_step import mamba2_decode_step
 from xpu_ports.common.kernels.rotary_embedding import rotary_angles, rotary_embedding
 from xpu_ports.common.kernels.selective_state_update import selective_state_update
+from xpu_ports.common.kernels.skinny_linear import norm_glu
 from xpu_ports.common.kernels.ssd_chunk_scan import ssd_chunk_scan
 from xpu_ports.common.modules import (
     Mixer2RMSNormGated,
@@ -292,9 +293,19 @@ class Zamba2MLP(nn.Module):
         self.down_proj = nn.Linear(F, config.hidden_size, bias=config.add_bias_linear)
         self.gate_up_proj_adapter_list = Adapters(config, block_id, config.hidden_size, 2 * F)
 
-    def forward(self, x: Tensor, place: int) -> Tensor:
-        (gate_up,) = project_adapted(x, [self.gate_up_proj], [self.gate_up_proj_adapter_list.at(place)])
-        return project(self.down_proj, gated_activation(gate_up, None, self.activation))
+    def forward(self, x: Tensor, place: int, norm: RMSNorm) -> Tensor:
+        """The layer behind the norm that opens it; all [B, T, D]."""
+        layer, adapter = self.gate_up_proj, self.gate_up_proj_adapter_list.at(place)
+        modules = (norm, layer, *adapter._modules.values())
+        plain = all(is_plain(m) for m in modules)
+        if plain and layer._parameters["bias"] is None:
+            y = norm_glu(x, *[m._parameters["weight"] for m in modules], self.activation, norm.variance_epsilon)
+        else:
+            if not plain:
+                record_apart("norm_glu", x, *modules)
+            (gate_up,) = project_adapted(norm(x), [layer], [adapter])
+            y = gated_activation(gate_up, None, self.activation)
+        return project(self.down_proj, y)
 
 
 class Zamba2AttentionDecoderLayer(nn.Module):
@@ -327,7 +338,7 @@ class Zamba2AttentionDecoderLayer(nn.Module):
         else:
             x, h = concat_rms_norm(y, h, x0, norm.weight, norm.variance_epsilon)
         x, _ = self.self_attn(x, place, layer_idx, mask, **kwargs)
-        return self.feed_forward(self.pre_ff_layernorm(x), place), h
+        return self.feed_forward(x, place, self.pre_ff_layernorm), h
 
 
 class Zamba2MambaDecoderLayer(GradientCheckpointingLayer):

@@ -46,6 +46,7 @@ SMALL = {
     "norm_linear": "T3-N150-K16",
     "gated_norm_linear": "T3-N150-K16-G2",
     "adapted_linears": "T3-L3-N5-K16-R4",
+    "norm_glu": "T3-F150-K16-R4",
     "decode_attention": "B3-H4-S9-K8-Z12",
     "causal_conv1d": "B2-T9-D100-W4-Z130",
     "causal_conv1d_update": "B5-D12-W4",

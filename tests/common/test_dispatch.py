@@ -547,6 +547,8 @@ CALLS: dict[str, Callable[[], tuple]] = {
         *(torch.randn(3, 8), torch.randn(3, 8), None, 1e-5, 4),
         *(True, "sigmoid", torch.randn(3, 8), True, True),
     ),
+    "norm_glu": lambda: (*(torch.randn(s) for s in ((3, 8), (8,), (10, 8), (2, 8), (10, 2))), "gelu"),
+    "norm_glu without an adapter": lambda: (torch.randn(3, 8), None, torch.randn(10, 8), None, None, "silu", 1e-3),
     "causal_conv1d": lambda: (torch.randn(1, 6, 4), torch.randn(4, 3), None, torch.randn(1, 4, 2)),
     "causal_conv1d_update": lambda: (torch.randn(1, 4, 3), torch.randn(1, 2, 4), torch.randn(4, 3), None, None),
     "ssd_chunk_scan": _ssd,

@@ -154,7 +154,7 @@ def test_generate_on_the_port_and_what_explain_says(written: Path) -> None:
     lines = {line.op: (line.backend, line.reason) for line in explain(show=False)}
     assert lines["mxfp4_linear"][0] == "reference"
     apart = ("layers apart", "MXFP4Linear is not an nn.Linear with a dense weight")
-    assert all(lines[op] == apart for op in ("norm_linear", "adapted_linears", "mamba2_decode_linear"))
+    assert all(lines[op] == apart for op in ("norm_linear", "norm_glu", "adapted_linears", "mamba2_decode_linear"))
     dense = load(written / "zamba2-W4A16").dequantize()
     assert torch.equal(dense.generate(out[:, :9], max_new_tokens=5, do_sample=False), out)
 

@@ -1,10 +1,11 @@
 """Linear layers for a few rows, where reading the weights is all that takes time, with what comes before them fused in.
 
-    y = x W^T + b,   y = norm(x + residual) W^T + b,   y = norm(y * silu(z)) W^T + b,   y_i = x W_i^T + (x A_i^T) B_i^T
+    y = x W^T + b,   y = norm(x + residual) W^T + b,   y = norm(y * silu(z)) W^T + b,   y_i = x W_i^T + (x A_i^T) B_i^T,
+    y = act(g) * u with g | u = n W^T + (n A^T) B^T and n = norm(x)
 
 Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467), equation 4; Dao and Gu,
 "Transformers are SSMs" (arXiv:2405.21060), section 7.1, for the gated norm; Hu et al., "LoRA" (arXiv:2106.09685),
-equation 3, for the low-rank sum.
+equation 3, for the low-rank sum; Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xpu_ports.common.dispatch import op
+from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -115,6 +117,51 @@ def adapted_linears(x: Tensor, weights: list[Tensor], a: list[Tensor], b: list[T
     if a:
         outputs = [y + F.linear(F.linear(x, down), up) for y, down, up in zip(outputs, a, b, strict=True)]
     return outputs
+
+
+@op
+def norm_glu(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    activation: str,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The first half of a gated feed-forward layer: `rms_norm`, `adapted_linears` of one layer, `gated_activation`.
+
+    Args:
+        x: [..., K], floating point, any row strides.
+        norm_weight: [K]; None for ones.
+        weight: [2 F, K] in x's dtype, any row stride: the gate's rows, then the others.
+        a: [R, K], half of an adapter, or None for none.
+        b: [2 F, R], the other half.
+        activation: "gelu" (by the error function), "gelu_tanh" or "silu".
+        eps: added to the mean square.
+
+    Returns:
+        [..., F] in x's dtype. A kernel may leave out the roundings in between.
+
+    Raises:
+        ValueError: weight has an odd number of rows, the activation is unknown, or half of an adapter is missing.
+    """
+    normalized = rms_norm.reference(x, norm_weight, eps)
+    (gate_up,) = adapted_linears.reference(normalized, [weight], *check_adapter(a, b))
+    return gated_activation.reference(gate_up, None, activation)
+
+
+def check_adapter(a: Tensor | None, b: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    """The halves of an adapter as `adapted_linears` has them.
+
+    Raises:
+        ValueError: one of them is missing.
+    """
+    if a is None or b is None:
+        if a is not b:
+            raise ValueError("half of the adapter is missing")
+        return [], []
+    return [a], [b]
 
 
 def check_layers(weights: list[Tensor], a: list[Tensor], b: list[Tensor]) -> None:

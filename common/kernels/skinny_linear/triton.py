@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from xpu_ports.common.device import Architecture, architecture, grf_options
-from xpu_ports.common.kernels.activations import silu
+from xpu_ports.common.kernels.activations import gelu, gelu_tanh, silu
+from xpu_ports.common.kernels.gated_mlp import half_of
 from xpu_ports.common.kernels.gated_rms_norm import check_arguments
 from xpu_ports.common.kernels.rms_norm import dims_used, refuses_rows, row_offset
 from xpu_ports.common.kernels.rounding import rounded
 from xpu_ports.common.kernels.skinny_linear import (
     MOST_LAYERS,
     adapted_linears,
+    check_adapter,
     check_layers,
     gated_norm_linear,
     linear,
+    norm_glu,
     norm_linear,
 )
 from xpu_ports.common.layout import row_strides
@@ -86,6 +89,22 @@ def _refuses_adapted(x: Tensor, weights: list[Tensor], a: list[Tensor], b: list[
     return refusal
 
 
+def _refuses_glu(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    activation: str,
+    eps: float = 1e-6,
+) -> str | None:
+    refusal = _refuses_input(x, norm_weight) or _refuses_layer(x, weight, None)
+    if refusal is None and a is not None and b is not None:
+        refusal = _refuses_matrix(b, x.dtype, weight.shape[0], a.shape[0])
+        refusal = refusal or _refuses_matrix(a, x.dtype, a.shape[0], x.shape[-1])
+    return refusal
+
+
 def _refuses_input(x: Tensor, norm_weight: Tensor | None = None, *others: Tensor) -> str | None:
     if not AVAILABLE:
         return WHY_NOT
@@ -117,6 +136,22 @@ def _refuses_matrix(weight: Tensor, dtype: torch.dtype, N: int, K: int) -> str |
 def in_lane_sum(x, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr):
     """[M, N, BLOCK_K] -> [M, N, BLOCK_K / VECTOR]: what one load gives a lane is added up within the lane."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], BLOCK_K // VECTOR, VECTOR)), axis=3)
+
+
+@triton.jit
+def _gated(y, GLU: tl.constexpr):
+    """act(g) * u of neighbours g and u: [M, N] -> [M, N / 2]."""
+    pairs = tl.reshape(y, (y.shape[0], y.shape[1] // 2, 2))
+    is_gate = (tl.arange(0, 2) == 0)[None, None, :]
+    gate = tl.sum(tl.where(is_gate, pairs, 0.0), axis=2)
+    up = tl.sum(tl.where(is_gate, 0.0, pairs), axis=2)
+    if GLU == "gelu":
+        gate = gelu(gate)
+    elif GLU == "gelu_tanh":
+        gate = gelu_tanh(gate)
+    else:
+        gate = silu(gate)
+    return gate * up
 
 
 @kernel
@@ -165,6 +200,7 @@ def _skinny_linear_kernel(
     NORM_WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     LAYERS: tl.constexpr,
+    GLU: tl.constexpr,
     R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -173,7 +209,10 @@ def _skinny_linear_kernel(
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_N outputs of one of up to three layers for all rows; GROUPS x GROUP is K."""
+    """BLOCK_N outputs of one of up to three layers for all rows; GROUPS x GROUP is K.
+
+    With GLU, an activation's name, those are BLOCK_N / 2 of the first half, each beside its own of the second.
+    """
     pid = tl.program_id(0)
     first = pid == 0
     layer, N = 0, N0
@@ -193,9 +232,14 @@ def _skinny_linear_kernel(
     # Dimensions are [M, N, K].
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GLU != "":
+        offs_n = offs_n // 2 + offs_n % 2 * (N // 2)
+        # Past the first half are only rows of blocks that reach beyond it.
+        mask_n = (pid * BLOCK_N + tl.arange(0, BLOCK_N) < N)[None, :, None]
+    else:
+        mask_n = (offs_n < N)[None, :, None]
     offs_k = tl.arange(0, BLOCK_K)[None, None, :]
     mask_m = (offs_m < rows)[:, None, None]
-    mask_n = (offs_n < N)[None, :, None]
     x_ptrs = x_ptr + row_offset(offs_m, n1, n2, stride_x_0, stride_x_1, stride_x_2, DIMS)[:, None, None]
     other_ptrs = other_ptr + row_offset(offs_m, n1, n2, stride_o_0, stride_o_1, stride_o_2, DIMS)[:, None, None]
     w_ptrs = w_ptr + (offs_n.to(tl.int64) * stride_w)[None, :, None]
@@ -238,6 +282,10 @@ def _skinny_linear_kernel(
         y += tl.sum(up.to(tl.float32) * down, axis=2)
     if BIAS:
         y += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    if GLU != "":
+        y = _gated(y, GLU)
+        N = N // 2
+        offs_n = pid * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(offs_m < rows)[:, None] & (offs_n < N)[None, :])
 
@@ -333,6 +381,7 @@ def _launch(
     norm: bool = False,
     group_size: int | None = None,
     eps: float = 0.0,
+    glu: str = "",
 ) -> None:
     """Fill outputs[i], contiguous [rows, N_i], in any floating dtype.
 
@@ -342,6 +391,7 @@ def _launch(
         total: where the sum goes.
         low_rank: (x A_i^T for all layers [LAYERS, rows, R] in fp32, B_i); None for no adapters.
         norm: normalize.
+        glu: the activation of a gated layer, whose two halves are the one weight's; "" for none.
     """
     K = x.shape[-1]
     rows, outputs_of = x.numel() // K, tuple(w.shape[0] for w in weights)
@@ -360,6 +410,7 @@ def _launch(
         x.element_size(),
         dims_used(sizes),
         (norm, adds, other is not None and not adds, norm_weight is not None, bias is not None),
+        glu,
     )
     last = MOST_LAYERS - len(weights)
     weights, ups, outputs = ([*ts, *ts[-1:] * last] for ts in (weights, ups, outputs))
@@ -399,6 +450,7 @@ def _plan(
     itemsize: int,
     dims: int,
     parts: tuple[bool, ...],
+    glu: str,
 ) -> tuple[int, Fixed]:
     """Programs of a launch and the kernel with its constants, kept: a model's layers come in few sizes.
 
@@ -408,10 +460,13 @@ def _plan(
         R: the adapters' rank, 0 for none.
         dims: leading dimensions with a stride of their own.
         parts: whether it normalizes, adds, gates, has a norm's weight and a bias.
+        glu: the activation behind it, or "".
     """
     norm, adds, gates, norm_weight, bias = parts
     block_m = next_power_of_2(rows)
     cut = tile(arch, block_m, sum(outputs), group, itemsize, _fused(norm, adds, gates, R > 0))
+    # A gated layer's outputs come in pairs.
+    block_n = max(2, cut.block_n) if glu else cut.block_n
     fixed = _skinny_linear_kernel.fix(
         GROUP=group,
         GROUPS=K // group,
@@ -422,9 +477,10 @@ def _plan(
         NORM_WEIGHT=norm_weight,
         BIAS=bias,
         LAYERS=len(outputs),
+        GLU=glu,
         R=R,
         BLOCK_M=block_m,
-        BLOCK_N=cut.block_n,
+        BLOCK_N=block_n,
         BLOCK_K=cut.block_k,
         BLOCK_R=next_power_of_2(R),
         VECTOR=cut.vector(itemsize, arch.lanes),
@@ -433,7 +489,7 @@ def _plan(
         **grf_options(cut.registers, arch),
     )
     # At least one, which writes the sum.
-    return max(1, sum(cdiv(n, cut.block_n) for n in outputs)), fixed
+    return max(1, sum(cdiv(n, block_n) for n in outputs)), fixed
 
 
 tile.dependents.append(_plan.cache_clear)
@@ -493,3 +549,26 @@ def adapted_linears_triton(x: Tensor, weights: list[Tensor], a: list[Tensor], b:
         low_rank = (down, b)
     _launch(x, weights, outputs, low_rank=low_rank)
     return outputs
+
+
+@norm_glu.implement("triton", "xpu", "cuda", refuses=_refuses_glu)
+def norm_glu_triton(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    activation: str,
+    eps: float = 1e-6,
+) -> Tensor:
+    half = half_of(weight.shape[0], activation)
+    downs, ups = check_adapter(a, b)
+    y = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
+    low_rank = None
+    if downs:
+        rows = x.numel() // x.shape[-1]
+        down = torch.empty((1, rows, downs[0].shape[0]), dtype=torch.float32, device=x.device)
+        _launch(x, downs, list(down.unbind()), norm_weight=norm_weight, norm=True, eps=eps)
+        low_rank = (down, ups)
+    _launch(x, [weight], [y], norm_weight=norm_weight, low_rank=low_rank, norm=True, eps=eps, glu=activation)
+    return y

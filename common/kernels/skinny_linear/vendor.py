@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.gated_rms_norm import gated_rms_norm
 from xpu_ports.common.kernels.rms_norm import add_rms_norm, rms_norm
-from xpu_ports.common.kernels.skinny_linear import adapted_linears, gated_norm_linear, linear, norm_linear
+from xpu_ports.common.kernels.skinny_linear import (
+    adapted_linears,
+    check_adapter,
+    gated_norm_linear,
+    linear,
+    norm_glu,
+    norm_linear,
+)
 
 
 def _takes_all(*args: object, **kwargs: object) -> None:
@@ -51,3 +59,17 @@ def gated_norm_linear_pytorch(
 @adapted_linears.implement("pytorch", "xpu", "cuda", refuses=_takes_all)
 def adapted_linears_pytorch(x: Tensor, weights: list[Tensor], a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
     return adapted_linears.reference(x, weights, a, b)
+
+
+@norm_glu.implement("pytorch", "xpu", "cuda", refuses=_takes_all)
+def norm_glu_pytorch(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    activation: str,
+    eps: float = 1e-6,
+) -> Tensor:
+    (gate_up,) = adapted_linears(rms_norm(x, norm_weight, eps), [weight], *check_adapter(a, b))
+    return gated_activation(gate_up, None, activation)

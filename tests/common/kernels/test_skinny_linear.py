@@ -15,7 +15,7 @@ from xpu_ports.common import accuracy
 from xpu_ports.common.device import ARCHITECTURES
 from xpu_ports.common.dispatch import BackendError, use_backend
 from xpu_ports.common.kernels import rms_norm as rows_module
-from xpu_ports.common.kernels.skinny_linear import adapted_linears, gated_norm_linear, linear, norm_linear
+from xpu_ports.common.kernels.skinny_linear import adapted_linears, gated_norm_linear, linear, norm_glu, norm_linear
 from xpu_ports.common.kernels.skinny_linear import triton as kernel
 from xpu_ports.common.kernels.skinny_linear.triton import LARGEST_M
 
@@ -289,6 +289,15 @@ def test_formulas() -> None:
     )
 
 
+def test_formula_of_a_gated_layer() -> None:
+    x, norm_weight = torch.randn(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+    weight, a, b = (torch.randn(shape, dtype=torch.float64) for shape in ((4, 3), (2, 3), (4, 2)))
+    n = x / (x.square().mean() + 1e-2).sqrt() * norm_weight
+    g1, g2, u1, u2 = ((weight + b @ a) @ n).tolist()
+    expected = torch.tensor([g / (1 + math.exp(-g)) * u for g, u in ((g1, u1), (g2, u2))], dtype=torch.float64)
+    accuracy.assert_close(norm_glu.reference(x, norm_weight, weight, a, b, "silu", 1e-2), expected, expected)
+
+
 def test_same_as_modules() -> None:
     """The references round where modules called one after the other do."""
     x, residual, z = (torch.randn(3, 16).bfloat16() for _ in range(3))
@@ -311,6 +320,69 @@ def test_any_number_of_rows_runs_the_reference() -> None:
     x, weight = torch.randn(3 * LARGEST_M, 8), torch.randn(2, 8)
     assert f"{3 * LARGEST_M} rows" in refusal(linear, x, weight)
     assert linear(x, weight).shape == (3 * LARGEST_M, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- norm_glu
+
+
+@FLOATS
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("rank", [0, 1, 5])
+@pytest.mark.parametrize(
+    "size",
+    [dict(M=1, F=1, K=1), dict(M=1, F=5, K=2048), dict(M=2, F=13, K=257), dict(M=5, F=3, K=70), dict(M=8, F=7, K=513)],
+)
+@pytest.mark.op("norm_glu")
+def test_norm_glu(several_roundings: Runner, size: dict, rank: int, activation: str, dtype: torch.dtype) -> None:
+    M, F, K = size.values()
+    x = (torch.randn(M, K) * torch.tensor([1e-2, 1.0, 10.0])[torch.arange(M) % 3, None]).to(dtype)
+    a, b = (weight_of(rank, K, dtype), weight_of(2 * F, rank, dtype)) if rank else (None, None)
+    y = several_roundings(x, torch.randn(K).to(dtype), weight_of(2 * F, K, dtype), a, b, activation, 1e-3)
+    assert y.shape == (M, F)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.op("norm_glu")
+def test_norm_glu_layouts(several_roundings: Runner, layout: str) -> None:
+    x = normal(2, 3, 48, dtype=torch.bfloat16, layout=layout)
+    weight = weight_of(40, 100, torch.bfloat16)[::2, 3:51]
+    # The norm's weight in a dtype of its own.
+    y = several_roundings(x, torch.randn(48), weight, None, None, "silu")
+    assert y.shape == (2, 3, 10)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16), (16,)], ids=str)
+@pytest.mark.op("norm_glu")
+def test_norm_glu_few_rows(several_roundings: Runner, shape: tuple) -> None:
+    y = several_roundings(torch.randn(shape), None, torch.randn(6, 16), torch.randn(2, 16), torch.randn(6, 2), "gelu")
+    assert y.shape == (*shape[:-1], 3)
+
+
+@pytest.mark.op("norm_glu")
+def test_norm_glu_takes_gates_from_the_first_half(several_roundings: Runner) -> None:
+    """Where all of these are closed nothing comes through, and infinite ones beside them stay where they are."""
+    x, weight = torch.ones(1, 8), torch.zeros(12, 8)
+    weight[:6], weight[6:] = -1000.0, torch.arange(6.0)[:, None]
+    weight[2] = 1000.0
+    y = several_roundings(x, None, weight, None, None, "silu", 0.0)
+    assert (y[0, [0, 1, 3, 4, 5]] == 0.0).all()
+    assert y[0, 2] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "a", "b", "activation", "why"),
+    [
+        (5, None, None, "gelu", "has no halves"),
+        (4, None, None, "relu", "activation is 'relu'"),
+        (4, torch.zeros(2, 8), None, "gelu", "half of the adapter"),
+        (4, None, torch.zeros(4, 2), "gelu", "half of the adapter"),
+    ],
+)
+@pytest.mark.op("norm_glu")
+def test_norm_glu_raises(run: Runner, rows: int, a: Tensor, b: Tensor, activation: str, why: str) -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(rows, 8)
+    with use_backend(run.target.backend), pytest.raises(ValueError, match=why):
+        norm_glu(x, None, weight, a, b, activation)
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
@@ -347,6 +419,29 @@ OTHERS = {
     "norm weight stride": (X, torch.zeros(16)[::2], "weight has shape (8,)"),
     "norm weight dtype": (X, torch.zeros(8).double(), "weight has dtype torch.float64"),
 }
+
+
+GATE_UP, DOWN, UP = torch.zeros(6, 8), torch.zeros(2, 8), torch.zeros(6, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (dict(x=torch.zeros(LARGEST_M + 1, 8)), "more than"),
+        (dict(norm_weight=torch.zeros(7)), "weight has shape (7,)"),
+        (dict(weight=torch.zeros(6, 9)), "a weight has shape (6, 9)"),
+        (dict(a=torch.zeros(2, 9)), "a weight has shape (2, 9)"),
+        (dict(a=torch.zeros(3, 8)), "a weight has shape (6, 2), expected (6, 3)"),
+        (dict(b=torch.zeros(5, 2)), "a weight has shape (5, 2)"),
+        (dict(b=UP.half()), "a weight has dtype torch.float16"),
+        (dict(a=DOWN.clone().requires_grad_()), "no backward"),
+    ],
+)
+def test_refusals_of_gated_layers(changed: dict, why: str) -> None:
+    good = dict(x=X, norm_weight=None, weight=GATE_UP, a=DOWN, b=UP, activation="gelu")
+    assert refusal(norm_glu, **good) == ""
+    assert refusal(norm_glu, **good | dict(a=None, b=None)) == ""
+    assert why in refusal(norm_glu, **good | changed)
 
 
 @pytest.mark.parametrize("op", [norm_linear, gated_norm_linear], ids=["norm", "gated"])

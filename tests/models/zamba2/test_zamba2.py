@@ -369,7 +369,7 @@ class TestUse:
         """The very kernels, interpreted, in the place of the references; but not those of a program for four columns
         each, which take minutes.
         """
-        apart = {"linear", "norm_linear", "adapted_linears"}
+        apart = {"linear", "norm_linear", "norm_glu", "adapted_linears"}
         expected = tiny(ids[:, :21]).logits
         reset_explain()
         with use_choices(",".join(["triton", *(f"{name}=reference" for name in apart)])):
