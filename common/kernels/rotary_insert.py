@@ -115,10 +115,11 @@ def _rotary_insert_kernel(
     if block >= q_blocks + k_blocks:
         offs_h = ((block - q_blocks - k_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
         offs_v = tl.arange(0, BLOCK_V)[None, :]
-        mask = (offs_h < kept) & (offs_v < V)
-        v = tl.load(v_ptr + b * stride_v_b + t * stride_v_t + offs_h * stride_v_h + offs_v, mask=mask, other=0.0)
+        # Not `mask`: a name has one type in all branches.
+        mask_v = (offs_h < kept) & (offs_v < V)
+        v = tl.load(v_ptr + b * stride_v_b + t * stride_v_t + offs_h * stride_v_h + offs_v, mask=mask_v, other=0.0)
         values_ptr += b * stride_values_b + slot * stride_values_s
-        tl.store(values_ptr + offs_h * stride_values_h + offs_v, v, mask=mask)
+        tl.store(values_ptr + offs_h * stride_values_h + offs_v, v, mask=mask_v)
     else:
         offs_d = tl.arange(0, BLOCK_HALF)
         mask_d = offs_d < HALF
