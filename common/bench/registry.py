@@ -95,7 +95,8 @@ def _rotary(size: Size, draw: Draw) -> Args:
 
 def _rotary_angles(size: Size, draw: Draw) -> Args:
     B, T, K = (size[letter] for letter in "BTK")
-    frequencies = draw.uniform(0.0, 1.0, K // 2, dtype=torch.float32)
+    # In models in fp32, whatever the others are in.
+    frequencies = draw.uniform(0.0, 1.0, K // 2)
     return torch.arange(T, device=frequencies.device).repeat(B, 1), frequencies
 
 

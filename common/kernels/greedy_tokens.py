@@ -4,6 +4,8 @@
 
 A row's logits are split over programs, whose results are joined in a second, small launch: read by one alone, as
 torch's argmax does, the logits of one row take longer than most layers.
+
+Source: transformers' greedy decoding, `GenerationMixin._sample`, and its `EosTokenCriteria` (version 5.24).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def greedy_tokens(logits: Tensor, tokens: Tensor, unfinished: Tensor, eos: Tenso
     """Choose the most likely token of each row.
 
     Args:
-        logits: [B, V], floating point, any strides. Of equal ones the first counts, and NaN is the largest.
+        logits: [B, V], floating point, any row stride. Of equal ones the first counts, and NaN is the largest.
         tokens: [B], int64, written; any stride, such as that of a column of all tokens.
         unfinished: [B], bool, True where a row goes on; written where there are tokens that end it.
         eos: [E], int64, the tokens that end a row; None where none does, and then all rows go on.
@@ -53,6 +55,8 @@ def _refuses(logits: Tensor, tokens: Tensor, unfinished: Tensor, eos: Tensor | N
         return f"dtype {logits.dtype} is not one of float16, bfloat16, float32"
     if logits.dim() != 2 or not 0 < logits.shape[1] <= MOST_LOGITS:
         return f"logits are {tuple(logits.shape)}, not [B, 1 to {MOST_LOGITS}]"
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        return f"the last dimension of the logits has stride {logits.stride(1)}, not 1"
     B = logits.shape[0]
     if tokens.shape != (B,) or tokens.dtype != torch.int64:
         return f"tokens are {tuple(tokens.shape)} of {tokens.dtype}, expected ({B},) of int64"
@@ -80,14 +84,13 @@ def _largest_logits_kernel(
     logits_ptr,
     parts_ptr,
     stride_b,
-    stride_v,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs = part * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = offs < V
-    x = tl.load(logits_ptr + b * stride_b + offs.to(tl.int64) * stride_v, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(logits_ptr + b * stride_b + offs, mask=mask, other=0.0).to(tl.float32)
     # Integers in the order of the numbers: the bits, of negative ones those of the magnitude turned. Both zeros are 0.
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -147,7 +150,7 @@ def greedy_tokens_triton(
     E = 0 if eos is None else eos.shape[0]
     with on_device_of(logits):
         _largest_logits_kernel[(B, cdiv(V, block))](
-            logits, parts, *logits.stride(), V=V, BLOCK_V=block, num_warps=max(1, min(4, block // 256))
+            logits, parts, logits.stride(0), V=V, BLOCK_V=block, num_warps=max(1, min(4, block // 256))
         )
         _choose_tokens_kernel[(B,)](
             parts,

@@ -21,7 +21,7 @@ def rotary_angles(positions: Tensor, frequencies: Tensor, scale: float = 1.0) ->
     """Cosine and sine of each position's angles.
 
     Args:
-        positions: [B, T], int32 or int64, any strides.
+        positions: [B, T], int32 or int64, any row stride.
         frequencies: [K / 2], radians a position, contiguous.
         scale: factor on both results.
 
@@ -60,6 +60,8 @@ def _refuses_angles(positions: Tensor, frequencies: Tensor, scale: float = 1.0) 
         return WHY_NOT
     if positions.dtype not in (torch.int32, torch.int64) or positions.dim() != 2:
         return f"positions are {tuple(positions.shape)} of {positions.dtype}, not [B, T] of int32 or int64"
+    if positions.stride(1) != 1:
+        return f"the last dimension of positions has stride {positions.stride(1)}, not 1"
     if frequencies.dtype not in _FLOATS:
         return f"frequencies are of {frequencies.dtype}, not one of float16, bfloat16, float32"
     if frequencies.dim() != 1 or not frequencies.is_contiguous():
@@ -98,7 +100,6 @@ def _rotary_angles_kernel(
     sin_ptr,
     T,
     stride_p_b,
-    stride_p_t,
     scale,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -106,7 +107,7 @@ def _rotary_angles_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_HALF + tl.arange(0, BLOCK_HALF)
     mask_d = offs_d < HALF
-    position = tl.load(positions_ptr + row // T * stride_p_b + row % T * stride_p_t).to(tl.float32)
+    position = tl.load(positions_ptr + row // T * stride_p_b + row % T).to(tl.float32)
     angles = position * tl.load(frequencies_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     tl.store(cos_ptr + row * HALF + offs_d, tl.cos(angles) * scale, mask=mask_d)
     tl.store(sin_ptr + row * HALF + offs_d, tl.sin(angles) * scale, mask=mask_d)
@@ -121,7 +122,7 @@ def rotary_angles_triton(positions: Tensor, frequencies: Tensor, scale: float = 
     block = min(64, next_power_of_2(half))
     with on_device_of(positions):
         _rotary_angles_kernel[(B * T, cdiv(half, block))](
-            positions, frequencies, cos, sin, T, *positions.stride(), scale,
+            positions, frequencies, cos, sin, T, positions.stride(0), scale,
             HALF=half, BLOCK_HALF=block, num_warps=cdiv(block, 32),
         )  # fmt: skip
     return cos, sin

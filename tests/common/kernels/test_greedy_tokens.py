@@ -123,11 +123,10 @@ def test_no_token_ends(run: Runner) -> None:
 
 
 def test_strides(run: Runner) -> None:
-    """A column of all tokens, the last of several positions' logits, logits that lie by columns."""
+    """A column of all tokens, the last of several positions' logits, the same for all rows."""
     ids, logits = torch.zeros(3, 9, dtype=torch.long), torch.randn(3, 4, 70).bfloat16()
     given = arguments(logits[:, -1], eos=[1])
     run(**given | dict(tokens=ids[:, 5], unfinished=torch.ones(3, 2, dtype=torch.bool)[:, 1]))
-    run(**given | dict(logits=torch.randn(70, 3).T))
     run(**given | dict(logits=torch.randn(1, 70).expand(3, 70)))
 
 
@@ -138,6 +137,7 @@ REFUSED = {
     "fp64": (dict(logits=GOOD["logits"].double()), "dtype torch.float64"),
     "positions": (dict(logits=torch.zeros(2, 1, 6)), "logits are (2, 1, 6)"),
     "no logits": (dict(logits=torch.zeros(2, 0)), "logits are (2, 0)"),
+    "last stride": (dict(logits=torch.zeros(6, 2).T), "the last dimension of the logits has stride 2"),
     "too many": (dict(logits=torch.zeros(2, 1).expand(2, MOST_LOGITS + 1)), "not [B, 1 to"),
     "tokens of other rows": (dict(tokens=torch.zeros(3, dtype=torch.long)), "tokens are (3,)"),
     "tokens of 32 bits": (dict(tokens=torch.zeros(2, dtype=torch.int32)), "of torch.int32"),

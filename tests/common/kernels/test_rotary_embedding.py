@@ -221,7 +221,7 @@ class TestAngles:
         frequencies = self.GOOD["frequencies"]
         run.rounds_once = False
         run(torch.arange(4, dtype=dtype)[None].expand(3, 4), frequencies, 1.0)
-        run(torch.arange(40, dtype=dtype).view(4, 10)[::2, 1:7:3] - 9, frequencies, 1.0)
+        run(torch.arange(40, dtype=dtype).sub(9).view(4, 10)[::2, 1:7], frequencies, 1.0)
         run(torch.zeros(2, 0, dtype=dtype), frequencies, 1.0)
 
     def test_no_angle(self, run: Runner) -> None:
@@ -240,6 +240,7 @@ class TestAngles:
         [
             (dict(positions=torch.zeros(1, 2)), "positions are (1, 2) of torch.float32"),
             (dict(positions=torch.zeros(2, dtype=torch.long)), "positions are (2,)"),
+            (dict(positions=torch.arange(6).view(3, 2).T), "the last dimension of positions has stride 2"),
             (dict(frequencies=torch.rand(5).double()), "frequencies are of torch.float64"),
             (dict(frequencies=torch.rand(1, 5)), "frequencies have shape (1, 5)"),
             (dict(frequencies=torch.rand(10)[::2]), "contiguous"),
