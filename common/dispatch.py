@@ -42,10 +42,9 @@ ENVIRONMENT = "XPU_PORTS_BACKEND"
 OP_PACKAGES = ("xpu_ports.common.kernels", "xpu_ports.quant.mxfp4.kernels")
 
 _LIB = Library("xpu_ports", "DEF")
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 # What is never a tensor and holds none: told by the type itself, which is cheaper than isinstance.
 _HOLD_NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
-_NO_SUBCLASSES = _HOLD_NO_TENSORS.union(_PLAIN_TENSORS)
+_NO_SUBCLASSES = _HOLD_NO_TENSORS.union(replay.PLAIN_TENSORS)
 OPS: dict[str, Op] = {}
 # Back ends that can run on CPU tensors here although they are written for accelerators (Triton's interpreter).
 # They are taken on a CPU only when forced: a fresh machine runs the reference.
@@ -335,8 +334,8 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._traced(*args, **kwargs)
-        x = args[0] if args and type(args[0]) in _PLAIN_TENSORS else self._first_tensor(args, kwargs)
-        if type(x) not in _PLAIN_TENSORS:
+        x = args[0] if args and type(args[0]) in replay.PLAIN_TENSORS else self._first_tensor(args, kwargs)
+        if type(x) not in replay.PLAIN_TENSORS:
             # FakeTensor, DTensor, ...: their own dispatch must see the op.
             return self._traced(*args, **kwargs)
         if torch.is_grad_enabled() and _needs_grad(args, kwargs):
@@ -388,11 +387,17 @@ class Op:
         key: list[Any] = [device, index]
         forced = forced_choices()
         if forced:
-            key.append(tuple(sorted(forced.items(), key=str)))
+            key.append(frozenset(forced.items()))
         pool: list[Any] = []
+        given = args
         if kwargs:
             key.append(tuple(kwargs))
-        known = replay.describe((*args, *kwargs.values()) if kwargs else args, key, pool, device in replay.BY_ADDRESS)
+            given = (*args, *kwargs.values())
+        try:
+            known = replay.describe(given, index, key, pool, device in replay.BY_ADDRESS)
+        except RuntimeError:
+            # Memory that cannot be asked for.
+            known = False
         if not known:
             return self._directly(device, args, kwargs, called)
         alike = tuple(key)
@@ -423,19 +428,24 @@ class Op:
         if state is None:
             return self._directly(device, args, kwargs)
         if len(self._plans) >= MOST_PLANS:
-            self._plans.clear()
+            self.forget()
+        # Of another thread's `forget` this call's plan must not come out again.
+        plans = self._plans
         if state < ALIKE:
-            self._plans[key] = state + 1
+            plans[key] = state + 1
             return self._directly(device, args, kwargs)
         tensors = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, Tensor)]
+        if len({id(t) for t in tensors}) < len(tensors):
+            # Which argument a launch took could not be seen; another call may do.
+            return self._directly(device, args, kwargs)
         with replay.Recording(tensors) as recording:
             outputs = self._directly(device, args, kwargs)
-        self._plans[key] = recording.plan(outputs, device in replay.BY_ADDRESS)
+        plans[key] = recording.plan(outputs, device in replay.BY_ADDRESS)
         return outputs
 
     def forget(self) -> None:
         """Go through dispatch and wrapper again at the next calls: what they go by has changed."""
-        self._plans.clear()
+        self._plans = {}
 
     def _decide(self, device: str, args: tuple, kwargs: dict, needs_grad: bool) -> tuple[Implementation, str]:
         choices = forced_choices()

@@ -34,7 +34,7 @@ OFF = object()
 _WATCHING: contextvars.ContextVar[Any] = contextvars.ContextVar("xpu_ports_watching", default=None)
 watching = _WATCHING.get
 
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _ALLOCATES = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -58,20 +58,34 @@ def off() -> Iterator[None]:
         _WATCHING.reset(token)
 
 
-def describe(values: Any, key: list[Any], pool: list[Any], addresses: bool) -> bool:
+def describe(values: Any, index: int, key: list[Any], pool: list[Any], addresses: bool) -> bool:
     """Append to `key` all that a wrapper can see of its arguments, to `pool` the tensors or their addresses.
+
+    Args:
+        index: the device that all tensors have to be on.
 
     Returns:
         Whether there are only arguments that this can be said of.
+
+    Raises:
+        RuntimeError: a tensor has no memory of its own, such as one of torch.vmap's.
     """
     for value in values:
         kind = type(value)
-        if kind in _PLAIN_TENSORS:
+        if kind in PLAIN_TENSORS:
             address = value.data_ptr()
             key += value.shape, value.stride(), value.dtype
+            if value.get_device() != index:
+                return False
             if address & 15:
                 key += len(pool), address & 15
-            pool.append(address if addresses else value)
+            if addresses:
+                pool.append(address)
+                continue
+            # A wrapper sees where a tensor begins in its memory: the address says it too, if that begins evenly.
+            if (value.storage_offset() * value.itemsize ^ address) & 15:
+                return False
+            pool.append(value)
         elif kind in _PLAIN_VALUES:
             key += kind, value
         elif kind is float:
@@ -79,7 +93,7 @@ def describe(values: Any, key: list[Any], pool: list[Any], addresses: bool) -> b
             key += kind, value or str(value)
         elif kind is list or kind is tuple:
             key += kind, len(value)
-            if not describe(value, key, pool, addresses):
+            if not describe(value, index, key, pool, addresses):
                 return False
         else:
             return False
@@ -172,7 +186,7 @@ class Recording(TorchDispatchMode):
         self.inputs = inputs
         self.lines: list[tuple[str, str, str, str]] = []
         # Whether it did something that a plan does not do again.
-        self.spoiled = len({id(t) for t in inputs}) < len(inputs)
+        self.spoiled = False
         self._made: list[Tensor] = []
         self._launches: list[tuple[Callable[..., Any], Sequence[Any]]] = []
         self._driver: Driver | None = None

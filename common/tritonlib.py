@@ -37,22 +37,27 @@ class _Inert:
 
 
 def _repair_bf16() -> None:
-    """Make the interpreter multiply bf16: up to 3.9 it multiplies the integers that hold their bits."""
+    """Make the interpreter multiply bf16: up to 3.9 it multiplies the integers that hold their bits.
+
+    Its cast to fp32 takes numbers below 2^-126 for others.
+    """
     import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     create_dot, create_fmul = InterpreterBuilder.create_dot, InterpreterBuilder.create_fmul
 
+    def widen(t: Any) -> Any:
+        return (np.atleast_1d(t.data).astype(np.uint32) << 16).view(np.float32)
+
     def dot(self: Any, a: Any, b: Any, *args: Any) -> Any:
-        a, b = (self.cast_impl(t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
+        a, b = (TensorHandle(widen(t), tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b))
         return create_dot(self, a, b, *args)
 
     def fmul(self: Any, a: Any, b: Any) -> Any:
         if a.dtype.scalar != tl.bfloat16:
             return create_fmul(self, a, b)
         # To the nearest, where its casts round down.
-        wide = [(np.atleast_1d(t.data).astype(np.uint32) << 16).view(np.float32) for t in (a, b)]
-        product = wide[0] * wide[1]
+        product = widen(a) * widen(b)
         bits = product.view(np.uint32)
         rounded = np.where(np.isnan(product), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
         return TensorHandle(rounded.astype(np.uint16), a.dtype.scalar)
@@ -124,13 +129,14 @@ class Fixed:
         first = args[0]
         watching = replay.watching()
         recording = watching if isinstance(watching, replay.Recording) else None
-        if type(first) not in (Tensor, torch.nn.Parameter) or first.device.type == "cpu":
+        if type(first) not in replay.PLAIN_TENSORS or first.device.type == "cpu":
             # Interpreted, intercepted or faked.
             launch = functools.partial(self.function[grid], **self.constants)
             with _ANYWHERE if recording is None else recording.launching():
                 launch(*args)
             if recording is not None:
                 recording.launched(launch, args, _CPU)
+                recording.spoiled |= first.device.type != "cpu"
             return
         kinds = tuple(map(type, args))
         bound = self._bound.get(kinds)
@@ -150,7 +156,10 @@ class Fixed:
             # What `kept[grid]` runs, without what it gathers for hooks at every launch.
             stream = _stream(index, first.is_cuda)
             kept.run(x, y, z, stream, kept.function, kept.packed_metadata, None, None, None, *passed, *bound.tail)
-        if recording is not None:
+        if recording is not None and kept is None:
+            # Interpreted: nothing was compiled.
+            recording.spoiled = True
+        elif recording is not None:
             head = x, y, z, replay.STREAM, kept.function, kept.packed_metadata, None, None, None
             recording.launched(kept.run, (*head, *args, *bound.tail), _driver(first.is_cuda))
 

@@ -256,6 +256,16 @@ def test_where_nothing_is_made_again(scaled: Scaled, context: Any) -> None:
     assert scaled.ran == 5
 
 
+def test_a_plan_made_while_plans_are_forgotten(scaled: Scaled) -> None:
+    """By another thread, say: what it was made by counts no more."""
+    scaled.also = lambda x, y: scaled.op.forget() if scaled.ran == 2 else None
+    for _ in range(2):
+        scaled(X)
+    assert kept(scaled.op) == 0
+    scaled(X)
+    assert scaled.ran == 3
+
+
 def test_launches_are_left_out_of_calls_made_again_too(scaled: Scaled) -> None:
     for _ in range(3):
         scaled(X)
@@ -300,11 +310,16 @@ def test_a_wrapper_that_does_more(scaled: Scaled, also: Callable[[Tensor, Tensor
 
 
 def test_one_tensor_for_two_arguments(scaled: Scaled) -> None:
-    """Which of them a launch took cannot be seen; two tensors are another matter, also later."""
+    """Which of them a launch took cannot be seen; two tensors of the same sizes are another matter, also later."""
     x = torch.randn(8)
     for _ in range(3):
         scaled(x, x)
     assert kept(scaled.op) == 0
+    for _ in range(3):
+        scaled(torch.randn(8), x)
+    assert (scaled.ran, kept(scaled.op)) == (4, 1)
+    scaled(x, x)
+    assert scaled.ran == 4
 
 
 def test_memory_from_elsewhere(scaled: Scaled) -> None:
@@ -319,6 +334,40 @@ def test_memory_from_elsewhere(scaled: Scaled) -> None:
         for _ in range(4):
             assert torch.equal(scaled.op(X), X * 2 + table)
     assert (scaled.ran, kept(scaled.op)) == (4, 0)
+
+
+def test_tensors_on_another_device_than_the_first() -> None:
+    assert replay.describe((X, [X]), -1, [], [], False)
+    assert not replay.describe((X, [X]), 0, [], [], False)
+
+
+def test_memory_that_begins_unevenly() -> None:
+    """A refusal may read where a tensor begins in its memory. By address nothing else is looked at."""
+    buffer = bytearray(80)
+    begins = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    t = torch.frombuffer(buffer, dtype=torch.uint8, offset=(1 - begins) % 16)
+    assert (t.data_ptr() % 16, t.storage_offset()) == (1, 0)
+    assert replay.describe((t,), -1, [], [], True)
+    assert not replay.describe((t,), -1, [], [], False)
+
+
+def test_a_batch_of_calls_at_once(scaled: Scaled) -> None:
+    """vmap's tensors say that they are plain ones, and have no memory of their own."""
+    for _ in range(3):
+        scaled(X)
+    with torch.no_grad(), use_backend("reference"):
+        assert torch.equal(torch.vmap(lambda x: scaled.op(x))(X), X * 2)
+
+
+def test_a_launch_that_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of interpreted kernels on an accelerator."""
+    monkeypatch.setattr(tritonlib, "_stream", lambda index, cuda: "stream")
+    kernel = tritonlib.Kernel(Scale())
+    x = torch.empty(4, device="meta")
+    with replay.Recording([x]) as recording:
+        for _ in range(2):
+            kernel[(1,)](x, x, x, 2.0, WEIGHT=False)
+    assert recording.spoiled
 
 
 # -------------------------------------------------------------------------------------------------------- what is kept

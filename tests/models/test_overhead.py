@@ -18,12 +18,12 @@ from xpu_ports.models.kimi_linear import KimiLinearForCausalLM
 from xpu_ports.models.zamba2 import Zamba2ForCausalLM
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
-# Calls of functions, Python's and C's, for each call of an op; and the same in direct calls of a function that does
-# nothing, so that a slow or busy machine changes nothing.
+# Calls of functions in a step, Python's and C's, at most; and its time in direct calls of a function that does nothing,
+# so that a slow machine changes little.
 MODELS = {
-    "tiny-zamba2": (Zamba2ForCausalLM, 90, 1000),
-    "tiny-kimi-linear": (KimiLinearForCausalLM, 65, 780),
-    "tiny-deepseek-v4": (DeepseekV4ForCausalLM, 60, 600),
+    "tiny-zamba2": (Zamba2ForCausalLM, 3_100, 48_000),
+    "tiny-kimi-linear": (KimiLinearForCausalLM, 5_800, 90_000),
+    "tiny-deepseek-v4": (DeepseekV4ForCausalLM, 7_000, 90_000),
 }
 
 
@@ -46,9 +46,12 @@ def launches_left_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatch.forget_plans()
 
 
-def steps(name: str) -> tuple[Callable[[], Any], int]:
-    """An eager decode step on a cache that is warm, and how many ops it calls."""
+def steps(name: str) -> Callable[[], None]:
+    """An eager decode step, made often enough that what it calls is kept."""
     model = MODELS[name][0].from_pretrained(CHECKPOINTS / name, dtype=torch.bfloat16).eval()
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Out of the file, where they begin anywhere, into memory that begins evenly, as a device's does.
+        tensor.data = tensor.data.clone()
     ids = torch.randint(3, 90, (1, 20))
     cache = model(input_ids=ids, use_cache=True).cache
 
@@ -57,14 +60,12 @@ def steps(name: str) -> tuple[Callable[[], Any], int]:
 
     for _ in range(2 * dispatch.ALIKE):
         step()
-    dispatch.reset_explain()
-    step()
-    return step, sum(line.calls for line in dispatch.explain(show=False))
+    return step
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_function_calls_of_a_step(name: str) -> None:
-    step, ops = steps(name)
+    step = steps(name)
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -77,12 +78,12 @@ def test_function_calls_of_a_step(name: str) -> None:
         step()
     finally:
         sys.setprofile(before)
-    assert calls <= MODELS[name][1] * ops, f"{calls / ops:.0f} for each of {ops} ops"
+    assert calls <= MODELS[name][1]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_time_of_a_step(name: str) -> None:
-    step, ops = steps(name)
+    step = steps(name)
 
     def direct(x: Any, y: Any, z: Any) -> Any:
         return x
@@ -102,7 +103,7 @@ def test_time_of_a_step(name: str) -> None:
     # Other processes on the machine can only add to it: the first of many within the limit settles it.
     least, limit = math.inf, MODELS[name][2]
     for _ in range(60):
-        least = min(least, seconds() / unit() / ops)
+        least = min(least, seconds() / unit())
         if least <= limit:
             break
-    assert least <= limit, f"{least:.0f} direct calls for each of {ops} ops"
+    assert least <= limit
