@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xpu_ports.common.device import Architecture, architecture, grf_options
 from xpu_ports.common.kernels.activations import silu
-from xpu_ports.common.kernels.moe_experts import moe_experts
+from xpu_ports.common.kernels.moe_experts import moe_experts, once
 from xpu_ports.common.kernels.skinny_linear.triton import in_lane_sum
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 
@@ -252,6 +252,10 @@ def moe_experts_triton(
         return y
     if choices == 0 or F2 == 0:
         return y.zero_()
+    if once.suits(architecture(x.device), N, A, x.dtype):
+        with on_device_of(x):
+            once.launch(x, gate_up, down, indices, weights, limit, shared_gate_up, shared_down, y)
+        return y
     h = torch.empty((N, choices, F2 // 2), dtype=x.dtype, device=x.device)
     with on_device_of(x):
         _launch_gate_up(x, gate_up, gate_up if shared_gate_up is None else shared_gate_up, indices, h, limit)

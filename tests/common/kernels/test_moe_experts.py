@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from tests.common.ops import Runner, fake, refusal
-from xpu_ports.common import accuracy
+from tests.common.ops import Runner, Target, fake, refusal
+from xpu_ports.common import accuracy, tritonlib
 from xpu_ports.common.device import ARCHITECTURES, Architecture
-from xpu_ports.common.kernels.moe_experts import moe_experts
+from xpu_ports.common.kernels.moe_experts import moe_experts, once
 from xpu_ports.common.kernels.moe_experts import triton as module
 from xpu_ports.common.kernels.moe_experts.triton import LARGEST_N
 from xpu_ports.common.kernels.moe_experts.vendor import moe_experts_pytorch
@@ -59,10 +59,14 @@ def over_all(x, gate_up, down, indices, weights, limit, shared_gate_up, shared_d
     return y
 
 
-@pytest.fixture
-def experts(run: Runner) -> Runner:
-    """The products are rounded one by one."""
+@pytest.fixture(params=["each", "once"])
+def experts(run: Runner, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """The products are rounded one by one. Both ways of the kernels, whichever the architecture at hand has."""
     run.rounds_once = False
+    if request.param == "once":
+        if run.target != Target("triton", "cpu") or not tritonlib.INTERPRETED:
+            pytest.skip("a way of NVIDIA's tiles")
+        monkeypatch.setattr(once, "suits", lambda arch, N, A, dtype: N * A <= once.MOST_CHOICES)
     return run
 
 
