@@ -269,7 +269,7 @@ def _units(arch: Architecture, N: int) -> str:
 
 
 def _dot_candidates(arch: Architecture, R: int, dtype: torch.dtype, units: str) -> Iterator[DotTile]:
-    """On NVIDIA, where a program of more than 2 warps would use units that Triton 3.6 makes wrong code for."""
+    """On NVIDIA, where of operands in pieces more than 2 warps would use units that Triton 3.6 makes wrong code for."""
     if arch.name != "nvidia":
         return
     if units == "few":
@@ -282,8 +282,10 @@ def _dot_candidates(arch: Architecture, R: int, dtype: torch.dtype, units: str) 
         for block_t in (16, 32) if units == "some" else (32, 64, 128):
             for block_k in (32, 64, 128):
                 for stages in (1, 2, 3):
-                    if block_t * block_k <= (8192 if dtype == torch.bfloat16 else 4096):
-                        yield DotTile(block_t, max(16, next_power_of_2(R)), block_k, 2, stages)
+                    exact = dtype == torch.bfloat16
+                    if block_t * block_k <= (8192 if exact else 4096):
+                        warps = 4 if exact and block_t >= 64 else 2
+                        yield DotTile(block_t, max(16, next_power_of_2(R)), block_k, warps, stages)
 
 
 @tunable("mhc_dot", _dot_candidates)
@@ -302,8 +304,9 @@ def dot_tile(arch: Architecture, R: int, dtype: torch.dtype, units: str) -> DotT
         if not exact:
             return DotTile(16, block_r, 32, 8, registers=256)
         return DotTile(32 if units == "many" else 16, block_r, 64, 4, registers=256)
-    block_t = 16 if units == "some" else 64 if exact else 32
-    return DotTile(block_t, block_r, 64 if exact else 32, 2, 3 if exact else 1)
+    if not exact:
+        return DotTile(16 if units == "some" else 32, block_r, 32, 2)
+    return DotTile(16, block_r, 64, 2, 3) if units == "some" else DotTile(64, block_r, 64, 4, 3)
 
 
 def parts_of(arch: Architecture, programs: int, S: int, D: int, block_k: int) -> int:

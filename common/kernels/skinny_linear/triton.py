@@ -44,12 +44,24 @@ from xpu_ports.common.tritonlib import (
 )
 from xpu_ports.common.tuning import tunable
 
-# From here on a matrix product of the vendor's library is faster.
+# From here on a matrix product of the vendor's library is faster; of a large weight from fewer rows on, on NVIDIA, whose
+# matrix units multiply it with all rows at once.
 LARGEST_M = 8
+LARGEST_M_OF_LARGE = 4
+LARGE_BYTES = 1 << 24
 
 
 def refuses_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
-    return _refuses_input(x) or _refuses_layer(x, weight, bias)
+    return _refuses_input(x) or _refuses_layer(x, weight, bias) or _refuses_large(x, weight)
+
+
+def _refuses_large(x: Tensor, weight: Tensor) -> str | None:
+    rows, size = x.numel() // x.shape[-1], weight.numel() * weight.element_size()
+    if rows <= LARGEST_M_OF_LARGE or size < LARGE_BYTES or x.element_size() > 2:
+        return None
+    if architecture(x.device).name != "nvidia":
+        return None
+    return f"{rows} rows and a weight of {size >> 20} MB, more than {LARGEST_M_OF_LARGE} rows beside so large a one"
 
 
 def _refuses_norm(

@@ -189,7 +189,8 @@ def _attend(
     width = max(16, next_power_of_2(K))
     cut = tile(arch, B * T, H, width, rope, max(parts), tokens[0] > 0)
     programs = B * T * cdiv(H, cut.heads)
-    splits = split(arch, programs, cdiv(span, cut.keys) + cdiv(named, cut.keys))
+    blocks = cdiv(span, cut.keys) + cdiv(named, cut.keys)
+    splits = split(arch, programs, blocks)
     out, tops = y, y
     if splits > 1:
         out = torch.empty((B * T * H * splits, K), dtype=torch.float32, device=q.device)
@@ -231,7 +232,8 @@ def _attend(
             ENTRIES=entries is not None,
             NAMED=indices is not None,
             ALIKE=alike,
-            AHEAD=alike and tokens[0] > 0 and cut.ahead,
+            # Where a program has one block, there is none to load ahead.
+            AHEAD=cut.ahead and alike and tokens[0] > 0 and splits < blocks,
             TOKENS_W=tokens[0],
             TOKENS_E=tokens[-1],
             PARTS_Q=parts[0],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.common.ops import LAYOUTS, Runner, normal, refusal
 from xpu_ports.common import accuracy
-from xpu_ports.common.device import ARCHITECTURES
+from xpu_ports.common.device import ARCHITECTURES, use_architecture
 from xpu_ports.common.dispatch import BackendError, use_backend
 from xpu_ports.common.kernels import rms_norm as rows_module
 from xpu_ports.common.kernels.skinny_linear import adapted_linears, gated_norm_linear, linear, norm_glu, norm_linear
@@ -483,6 +483,17 @@ def test_refusal_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "AVAILABLE", False)
         monkeypatch.setattr(module, "WHY_NOT", "Triton cannot be imported: no module")
     assert "no module" in refusal(linear, X, W)
+
+
+def test_refusal_of_a_large_weight() -> None:
+    """On NVIDIA beside more than a few rows, in 16 bits."""
+    large, x = torch.empty(1 << 13, 1 << 10).bfloat16(), torch.empty(8, 1 << 10).bfloat16()
+    with use_architecture("nvidia"):
+        assert "5 rows and a weight of 16 MB, more than 4 rows" in refusal(linear, x[:5], large)
+        for taken in ((x[:4], large), (x, large[1:]), (x.float(), large.float())):
+            assert refusal(linear, *taken) == ""
+    with use_architecture("max"):
+        assert refusal(linear, x, large) == ""
 
 
 def test_taken() -> None:
