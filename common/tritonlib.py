@@ -57,7 +57,8 @@ def _repair_bf16() -> None:
         if a.dtype.scalar != tl.bfloat16:
             return create_fmul(self, a, b)
         # To the nearest, where its casts round down.
-        product = widen(a) * widen(b)
+        with np.errstate(over="ignore", invalid="ignore"):
+            product = widen(a) * widen(b)
         bits = product.view(np.uint32)
         rounded = np.where(np.isnan(product), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
         return TensorHandle(rounded.astype(np.uint16), a.dtype.scalar)

@@ -14,7 +14,7 @@ from xpu_ports.common.device import architecture
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.tritonlib import cdiv
 from xpu_ports.quant.mxfp4 import format
-from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import fragments, product, tiles, vector
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import fragments, product, row, tiles, vector
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear.triton import refuses_weight
 
 # Pairs of row and expert up to which each pair reads its expert's weight by itself. Sorting the rows, which saves
@@ -89,7 +89,7 @@ def mxfp4_grouped_linear_triton(x: Tensor, packed: Tensor, scale: Tensor, expert
     R, arch = flat.numel(), architecture(x.device)
     if R <= LARGEST_UNSORTED or not arch.matrix_units:
         if arch.name == "nvidia":
-            fragments.launch_slices(x, packed, scale, None, y, flat, R // M)
+            row.launch(x, packed, scale, None, y, flat, R // M)
         else:
             vector.launch(x, packed, scale, None, y, 1, flat, R // M)
         return y

@@ -123,7 +123,7 @@ def _read_columns(ptrs_0, ptrs_1, at, mask, MASKED: tl.constexpr, GROUPS: tl.con
 
 
 @triton.jit
-def _sum_slices(
+def sum_slices(
     x_ptrs_0,
     x_ptrs_1,
     words_ptr,
@@ -248,7 +248,7 @@ def _sliced_kernel(
     x_ptrs_1 = x_ptr + row_offset(row_1, n1, n2, stride_x_0, stride_x_1, stride_x_2, DIMS)
     start_n = tl.program_id(0) * (16 * PAIRS)
     offs_n = start_n + offs_g
-    acc, largest = _sum_slices(
+    acc, largest = sum_slices(
         x_ptrs_0,
         x_ptrs_1,
         words_ptr,
@@ -266,7 +266,7 @@ def _sliced_kernel(
         False,
     )
     if tl.max(largest, axis=0) > 128:
-        acc, largest = _sum_slices(
+        acc, largest = sum_slices(
             x_ptrs_0,
             x_ptrs_1,
             words_ptr,

@@ -15,6 +15,7 @@ from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import (
     fragments,
     mxfp4_linear,
     mxfp4_linear_a4,
+    row,
     tiles,
     vector,
 )
@@ -73,7 +74,9 @@ def _multiply(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: 
         return
     N, K = packed.shape[0], x.shape[-1]
     rows, arch = y.numel() // N, architecture(x.device)
-    if arch.name == "nvidia" and rows <= fragments.LARGEST_SLICED:
+    if arch.name == "nvidia" and rows == 1:
+        row.launch(x, packed, scale, bias, y)
+    elif arch.name == "nvidia" and rows <= fragments.LARGEST_SLICED:
         fragments.launch_slices(x, packed, scale, bias, y)
     elif arch.name == "nvidia" and rows <= fragments.LARGEST_TILED:
         fragments.launch_tiles(x, packed, scale, bias, y, fragments.tile(arch, rows, N, K, tiles.PARTS[x.dtype]))

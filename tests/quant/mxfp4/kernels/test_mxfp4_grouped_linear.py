@@ -13,6 +13,7 @@ from xpu_ports.common.dispatch import use_backend
 from xpu_ports.quant.mxfp4.format import dequantize, quantize
 from xpu_ports.quant.mxfp4.kernels import mxfp4_grouped_linear as module
 from xpu_ports.quant.mxfp4.kernels.mxfp4_grouped_linear import mxfp4_grouped_linear
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import row
 
 pytestmark = pytest.mark.op("mxfp4_grouped_linear")
 # A of 0: experts has one dimension.
@@ -107,6 +108,19 @@ def test_other_architectures(
     monkeypatch.setattr(module, "LARGEST_UNSORTED", 8)
     with use_architecture(architecture):
         grouped(torch.randn(M, 96).bfloat16(), *weights_of(5, 33, 96), choices(M, 2, 5))
+
+
+@pytest.mark.parametrize("cut", [None, row.Cut(4, 2, True)], ids=str)
+def test_a_row_a_program(grouped: Runner, target: Target, monkeypatch: pytest.MonkeyPatch, cut: row.Cut | None) -> None:
+    """NVIDIA's kernel for whole turns of four warps."""
+    if target.backend == "triton" and not tritonlib.INTERPRETED:
+        pytest.skip("only Triton's interpreter runs every architecture's tiles")
+    if cut:
+        monkeypatch.setattr(row, "cut", lambda *_: cut)
+    packed, scale = weights_of(5, 41, 1024)
+    scale[3, 7, 1] = 255
+    with use_architecture("nvidia"):
+        grouped(torch.randn(2, 1024).bfloat16(), packed, scale, torch.tensor([[0, 3, 1], [4, 4, 3]]))
 
 
 @pytest.mark.parametrize(("M", "A", "N"), [(0, 2, 5), (0, 0, 5), (3, 2, 0)])

@@ -16,7 +16,7 @@ from xpu_ports.common.device import use_architecture
 from xpu_ports.common.dispatch import Op
 from xpu_ports.quant.mxfp4 import format
 from xpu_ports.quant.mxfp4.format import dequantize, quantize
-from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import fragments, mxfp4_linear, mxfp4_linear_a4, tiles, triton
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import fragments, mxfp4_linear, mxfp4_linear_a4, row, tiles, triton
 
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 # One row, few, around a tile, many; N of one, a prime and one past a tile; one block of K, primes of them.
@@ -90,10 +90,10 @@ class Both:
     def test_every_code_and_scale(self, linear: Runner, M: int) -> None:
         """One element of each row of x counts: a column of the weight, as exact as bf16."""
         codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(2).repeat(8)[None].expand(254, -1).contiguous()
-        packed, scale = codes.view(254, 4096)[:, :256], torch.arange(254, dtype=torch.uint8)[:, None].expand(254, 16)
+        packed, scale = codes.view(254, 4096)[:, :512], torch.arange(254, dtype=torch.uint8)[:, None].expand(254, 32)
         scale = scale.contiguous()
-        x = torch.zeros(M, 512, dtype=torch.bfloat16)
-        columns = [13, 14, 479][:M]
+        x = torch.zeros(M, 1024, dtype=torch.bfloat16)
+        columns = [13, 14, 991][:M]
         x[torch.arange(len(columns)), columns] = 1.0
         # From 6 x 2^125 fp32 overflows; below 2^-126 bf16 is denormal, which some matrix units take for zero.
         rows = slice(2, 253)
@@ -111,6 +111,30 @@ class Both:
         x[:, 32:64] = 0
         y = linear(x, packed, scale)
         assert y.isnan().nonzero().tolist() == [[m, 4] for m in range(M)]
+
+    @pytest.mark.usefixtures("elsewhere")
+    @pytest.mark.parametrize("cut", [None, row.Cut(4, 1, False), row.Cut(4, 2, True), row.Cut(2, 2, False)], ids=str)
+    @pytest.mark.parametrize(("N", "K"), [(1, 1024), (37, 3072)])
+    def test_one_row(
+        self, linear: Runner, monkeypatch: pytest.MonkeyPatch, N: int, K: int, cut: row.Cut | None
+    ) -> None:
+        """Three turns over four warps, or six over two; the last tile of outputs not whole, or two of them."""
+        if cut:
+            monkeypatch.setattr(row, "cut", lambda *_: cut)
+        packed, scale = weight_of(N, K)
+        linear(torch.randn(1, K).bfloat16(), packed, scale, torch.randn(N).bfloat16())
+
+    @pytest.mark.usefixtures("elsewhere")
+    @pytest.mark.parametrize("value", [1e12, math.inf, math.nan])
+    def test_one_row_with_numbers_too_large(self, linear: Runner, value: float) -> None:
+        """The kernel for one row multiplies x by 2^100 and starts again where that is too much."""
+        packed, scale = weight_of(37, 1024)
+        scale[4, 1] = 255
+        x = torch.randn(1, 1024).bfloat16()
+        x[0, 32:64] = 0
+        assert linear(x, packed, scale).isnan().nonzero().tolist() == [[0, 4]]
+        x[0, 7] = value
+        linear(x, packed, scale)
 
     @FLOATS
     @pytest.mark.usefixtures("elsewhere")
