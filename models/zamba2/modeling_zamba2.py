@@ -13,6 +13,7 @@ Letters: B batch, T tokens, D model width, H heads, P head width, G groups, N st
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -293,8 +294,13 @@ class Zamba2MLP(nn.Module):
         self.down_proj = nn.Linear(F, config.hidden_size, bias=config.add_bias_linear)
         self.gate_up_proj_adapter_list = Adapters(config, block_id, config.hidden_size, 2 * F)
 
-    def forward(self, x: Tensor, place: int, norm: RMSNorm) -> Tensor:
-        """The layer behind the norm that opens it; all [B, T, D]."""
+    def forward(self, x: Tensor, place: int, opening: Callable[[], RMSNorm]) -> Tensor:
+        """The layer behind the norm that opens it; all [B, T, D].
+
+        Args:
+            opening: gives the norm. A module among the arguments accelerate would move, offloaded weights too.
+        """
+        norm = opening()
         layer, adapter = self.gate_up_proj, self.gate_up_proj_adapter_list.at(place)
         modules = (norm, layer, *adapter._modules.values())
         plain = all(is_plain(m) for m in modules)
@@ -338,7 +344,7 @@ class Zamba2AttentionDecoderLayer(nn.Module):
         else:
             x, h = concat_rms_norm(y, h, x0, norm.weight, norm.variance_epsilon)
         x, _ = self.self_attn(x, place, layer_idx, mask, **kwargs)
-        return self.feed_forward(x, place, self.pre_ff_layernorm), h
+        return self.feed_forward(x, place, lambda: self.pre_ff_layernorm), h
 
 
 class Zamba2MambaDecoderLayer(GradientCheckpointingLayer):
