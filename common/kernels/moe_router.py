@@ -15,6 +15,8 @@ from torch import Tensor
 from xpu_ports.common.device import architecture, grf_options
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.moe_experts.triton import dot_rows, tile, vector
+from xpu_ports.common.kernels.skinny_linear.triton import LARGEST_M
+from xpu_ports.common.kernels.skinny_linear.triton import _launch as launch_skinny
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, kernel, next_power_of_2, on_device_of, tl, triton
 
 # Added to the sum of the chosen scores, so that scores of 0 alone give weights of 0.
@@ -25,6 +27,8 @@ MOST_EXPERTS = 1024
 MOST_CHOSEN = 32
 # From here on a matrix product of the vendor's library is faster.
 LARGEST_N = 32
+# Rows of a weight from which on each is read once for some tokens, on NVIDIA; fewer come from the cache as fast.
+MANY_ROWS = 512
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -89,6 +93,9 @@ def moe_router_logits_triton(x: Tensor, weight: Tensor) -> Tensor:
     if D == 0:
         return y.zero_()
     arch = architecture(x.device)
+    if arch.name == "nvidia" and E >= MANY_ROWS and 1 < N <= LARGEST_M and x.dtype == weight.dtype:
+        launch_skinny(x, [weight], [y])
+        return y
     cut = tile(arch, D, weight.element_size())
     # There are few rows of weights: one for each program.
     with on_device_of(x):

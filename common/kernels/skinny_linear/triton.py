@@ -44,7 +44,7 @@ from xpu_ports.common.tritonlib import (
 )
 from xpu_ports.common.tuning import tunable
 
-# From here on a matrix product of the vendor's library is faster; of a large weight from fewer rows on, on NVIDIA, whose
+# From here on a matrix product of the vendor's library is faster; on NVIDIA of a large weight from fewer rows on, since
 # matrix units multiply it with all rows at once.
 LARGEST_M = 8
 LARGEST_M_OF_LARGE = 4

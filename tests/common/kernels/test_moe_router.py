@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import Runner, refusal
+from tests.common.ops import Runner, Target, refusal
+from xpu_ports.common import tritonlib
+from xpu_ports.common.device import use_architecture
 from xpu_ports.common.kernels import moe_router as module
 from xpu_ports.common.kernels.moe_router import MOST_EXPERTS, moe_router_logits, moe_sigmoid_router
 
@@ -185,6 +187,13 @@ class TestLogits:
 
     def test_layouts(self, run: Runner) -> None:
         run(torch.randn(5, 70).bfloat16()[:, 3:67], torch.randn(20, 70)[::2, :64])
+
+    def test_many_rows(self, run: Runner) -> None:
+        """Which are read once for all tokens on NVIDIA."""
+        if run.target != Target("triton", "cpu") or not tritonlib.INTERPRETED:
+            pytest.skip("NVIDIA's way")
+        with use_architecture("nvidia"):
+            run(torch.randn(5, 70).bfloat16()[:, 3:67], torch.randn(1030, 70).bfloat16()[::2, :64])
 
     @pytest.mark.parametrize(
         ("changed", "why"),
