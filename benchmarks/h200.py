@@ -26,6 +26,8 @@ FOLDERS = ("cli", "common", "models", "quant")
 # Seconds after which a section is stopped.
 LIMITS = {"tests": 200, "ops": 300, "tune": 150, "models": 420, "flux2": 150, "drafts": 150, "scaling": 480}
 SCRIPTS = {"drafts": "deepseek_v4_drafts.py"}
+# Those that run on the accelerator, of which most of the time goes into compiling.
+TESTED = ("tests/common/kernels", "tests/common/test_replay.py", "tests/quant/mxfp4/kernels")
 NORMS = "rms_norm,add_rms_norm,rms_norm_backward,gated_rms_norm"
 DEFAULT = ("tests", f"ops:{NORMS}")
 
@@ -90,7 +92,7 @@ def _command(section: str) -> list[str]:
     if section == "tests":
         workers = ["-n", str(min(16, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
         options = ["--backend", "cuda", "-q", "--tb=short", "--maxfail=15", "-p", "no:cacheprovider"]
-        return [sys.executable, "-m", "pytest", "tests/common/kernels", "tests/quant", *options, *workers]
+        return [sys.executable, "-m", "pytest", *TESTED, *options, *workers]
     return [sys.executable, str(ROOT / "benchmarks" / SCRIPTS.get(section, f"{section}.py"))]
 
 

@@ -4,7 +4,8 @@ An implementation may be twice as far from the fp64 oracle as the op's own refer
 small share of the largest value: max|out - ref64| <= 2 max|ref_dtype - ref64| + atol(dtype) max|ref64|. Both
 references are the same function, fed fp64 and fed the test's dtype. NaN and infinity must sit at the same places.
 Integers, such as indices, have no tolerance. An op whose kernels by its contract round the operands of products to the
-dtype, where its reference rounds the result alone, may have that share twice.
+dtype, where its reference rounds the result alone, may have that share twice; so may one whose fp32 sums are taken by
+matrix units that cut them off.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ def _ada_layer_norm_kernel(
     mask = (row < rows)[:, None] & mask_d
     x = tl.load(x_ptr + (b * stride_x_b + t * stride_x_t)[:, None] + offs_d[None, :], mask=mask, other=0.0)
     x = x.to(tl.float32)
-    centred = tl.where(mask_d, x - (tl.sum(x, axis=1) / D)[:, None], 0.0)
+    # Divided exactly: of a constant row a mean that is off by its last bit comes back 1 / sqrt(eps) times as large.
+    centred = tl.where(mask_d, x - tl.div_rn(tl.sum(x, axis=1), D * 1.0)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / D + eps)[:, None]
     offs_scale = (b * stride_scale_b + t * stride_scale_t)[:, None] + offs_d[None, :]
     offs_shift = (b * stride_shift_b + t * stride_shift_t)[:, None] + offs_d[None, :]

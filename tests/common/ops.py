@@ -67,6 +67,9 @@ class Runner:
         self._monkeypatch = monkeypatch
         # Whether results are rounded at the end alone. A test turns it off where the op's contract rounds in between.
         self.rounds_once = True
+        # Whether matrix units take the op's sums in fp32. NVIDIA's cut sums off instead of rounding them (Fasi et al.,
+        # "Numerical behavior of NVIDIA tensor cores", 2021): a row of some thousand terms is off by twice as much.
+        self.sums_on_matrix_units = False
         # What an op's kernels, by its contract, round the operands of products to: wider results are measured as this.
         self.operands: torch.dtype | None = None
 
@@ -97,6 +100,8 @@ class Runner:
             if rounds:
                 t, expected[name] = (x.to(min(x.dtype, self.operands, key=_bits)) for x in (t, expected[name]))
             rounds = rounds and t.dtype == self.operands != torch.float32
+            if self.sums_on_matrix_units and self.target == Target("triton", "cuda"):
+                rounds |= t.dtype == torch.float32
             accuracy.assert_close(t, expected[name], oracle[name], name, rounds)
         return next(iter(results.values())) if len(results) == 1 else tuple(results.values())
 

