@@ -139,7 +139,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (["model-zamba2-7b-b1.jsonl"], "no op with a time"),
         (["ops.jsonl", "--out", "x.pdf"], "expected a name that ends with .png"),
-        (["nothing.jsonl"], "No such file"),
+        (["nothing.jsonl"], "nothing.jsonl: no such file"),
     ],
     ids=["no-ops", "name", "no-file"],
 )
