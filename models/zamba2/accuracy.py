@@ -48,8 +48,8 @@ SUBJECT = Subject(
     reference=TransformersZamba2,
     bounds=BOUNDS,
     layers=PAIR,
-    # Its output is the pair of streams here, and their sum there.
-    names=Names(apart=("mamba_decoder",)),
+    # The first's output is the pair of streams here, and their sum there; the second's norm is inside it here.
+    names=Names(apart=("mamba_decoder", "shared_transformer.feed_forward")),
     aligned={"clamp_prefill_dt": True},
     alignment="compared with clamp_prefill_dt, as transformers clamps dt in a prefill; training and decoding do not",
     quantize=lambda model: quantize_model(model, ignore=dense_layers(model)),

@@ -19,7 +19,7 @@ LAYERS = json.loads((TINY_ZAMBA2 / "config.json").read_text())["num_hidden_layer
 
 @pytest.fixture
 def result(cli):
-    outcome = cli("explain", TINY_ZAMBA2, "--json", "--device", "cpu", "--backend", "rms_norm=reference")
+    outcome = cli("explain", TINY_ZAMBA2, "--json", "--device", "cpu", "--backend", "concat_rms_norm=reference")
     assert outcome.code == 0
     return json.loads(outcome.out)
 
@@ -47,7 +47,7 @@ def test_a_prefill_and_a_step_run_once_each(result, forwards):
 
 def test_rows_tell_back_end_and_reason(result):
     reasons = {row["op"]: (row["backend"], row["device"], row["reason"]) for row in result["explain"]}
-    assert reasons["rms_norm"] == ("reference", "cpu", "forced")
+    assert reasons["concat_rms_norm"] == ("reference", "cpu", "forced")
     assert reasons["ssd_chunk_scan"] == ("reference", "cpu", "no other back end for cpu")
 
 
