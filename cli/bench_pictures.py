@@ -22,7 +22,7 @@ from xpu_ports.cli.bench_model import default_dtype
 from xpu_ports.common import dispatch
 from xpu_ports.common.bench.environment import environment
 from xpu_ports.common.bench.files import write_lines
-from xpu_ports.common.bench.timing import Plan, Run, Stopwatch, eager_run, interleave
+from xpu_ports.common.bench.timing import Plan, Run, Stopwatch, device_kernels, eager_run, interleave
 from xpu_ports.common.graph import graph_class, use_graphs
 from xpu_ports.models.flux2 import Flux2Transformer2DModel, diffusers_api
 from xpu_ports.models.flux2.layouts import LAYOUTS
@@ -216,15 +216,7 @@ def profiled(call: Callable[[], Any], device: torch.device) -> list[tuple[str, f
     """Kernels that a call runs on the device, and seconds that each takes; None on a CPU."""
     if device.type == "cpu":
         return None
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    activity, kind = getattr(ProfilerActivity, device.type.upper()), getattr(DeviceType, device.type.upper())
-    with profile(activities=[activity]) as found:
-        call()
-        torch.accelerator.synchronize()
-    events = [e for e in found.events() if e.device_type == kind]
-    return [(e.name, e.device_time * 1e-6) for e in events if not e.name.startswith(("Memcpy", "Memset"))]
+    return [(e.name, e.device_time * 1e-6) for e in device_kernels(call, device)]
 
 
 def longest(kernels: list[tuple[str, float]], most: int) -> str:

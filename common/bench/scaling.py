@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from xpu_ports.common import accuracy, parallel
-from xpu_ports.common.bench.timing import Stopwatch
+from xpu_ports.common.bench.timing import Stopwatch, device_kernels
 from xpu_ports.common.compare.figures import LogitFigures
 from xpu_ports.common.dispatch import use_backend
 from xpu_ports.common.graph import capture, graph_class, use_graphs
@@ -90,19 +90,16 @@ def profiled(step: Callable[[], Any], steps: int, device: torch.device) -> Busy 
     """What the device does in some calls of a step, which is warm; None on a CPU. Replays of graphs are seen too."""
     if device.type == "cpu":
         return None
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
 
-    activity, kind = getattr(ProfilerActivity, device.type.upper()), getattr(DeviceType, device.type.upper())
-    torch.accelerator.synchronize()
-    with profile(activities=[activity]) as found:
+    def run() -> None:
         for _ in range(steps):
             step()
-        torch.accelerator.synchronize()
+
+    torch.accelerator.synchronize()
     kernels = [
         Kernel(e.name, 1e-6 * e.time_range.start, 1e-6 * e.device_time)
-        for e in found.events()
-        if e.device_type == kind and not e.name.startswith(("Memcpy", "Memset", "nccl:"))
+        for e in device_kernels(run, device)
+        if not e.name.startswith("nccl:")
     ]
     return Busy.of([k for k in kernels if k.duration > 0], steps)
 

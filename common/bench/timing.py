@@ -236,3 +236,15 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     }
     timings = interleave(stopwatch, {name: eager_run(calls, stopwatch, plan) for name, calls in runs.items()}, plan)
     return Ceilings(2 * size / timings["copy"].median, 2 * side**3 / timings["matmul"].median, size, side)
+
+
+def device_kernels(call: Callable[[], Any], device: torch.device) -> list[Any]:
+    """The profiler's events of the kernels that a call runs on an accelerator, those of replayed graphs too."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    activity, kind = getattr(ProfilerActivity, device.type.upper()), getattr(DeviceType, device.type.upper())
+    with profile(activities=[activity]) as found:
+        call()
+        torch.accelerator.synchronize()
+    return [e for e in found.events() if e.device_type == kind and not e.name.startswith(("Memcpy", "Memset"))]
