@@ -72,7 +72,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(name for name, _ in TOGETHER))
     parser.add_argument("--seconds", type=float, default=450, help="for all of it")
     parser.add_argument("--tiny", action="store_true", help="the checkpoints of the repository, to try the script")
-    return parser.parse_args()
+    given = parser.parse_args()
+    known = [name for name, _ in TOGETHER]
+    for name in given.models.split(","):
+        if name not in known:
+            parser.error(f"no model is named {name!r}; there are: {', '.join(known)}")
+    return given
 
 
 # --------------------------------------------------------------------------------------- processes, one after another
