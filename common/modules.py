@@ -75,6 +75,22 @@ def is_plain(module: nn.Module) -> bool:
     return not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or "_hf_hook" in own)
 
 
+def known_early(module: nn.Module, name: str, device: torch.device) -> Tensor | None:
+    """A weight of a module that is called later, where it will be the same then: without hooks, which may bring it.
+
+    Args:
+        module: of any class.
+        name: the weight's.
+        device: where it is wanted; on another it is none.
+    """
+    own = module.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or "_hf_hook" in own:
+        return None
+    weight = own["_parameters"].get(name)
+    # A subclass is one rank's share.
+    return weight if type(weight) is nn.Parameter and weight.device == device else None
+
+
 def weights_read(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For a forward that reads the weights of these children without calling them: accelerate's hooks run before it."""
 

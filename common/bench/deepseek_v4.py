@@ -14,7 +14,7 @@ from xpu_ports.common.bench.case import Args, Case, Draw, Sample, count, sample_
 from xpu_ports.common.kernels.compress import compress_csa, compress_hca
 from xpu_ports.common.kernels.fp8_pages import PAGE_TOKENS, cache_rows, index_page_bytes, page_bytes, token_bytes
 from xpu_ports.common.kernels.indexer import indexer_scores, stable_topk
-from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_pre
+from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_post_products, mhc_pre, product_columns
 from xpu_ports.common.kernels.mla_rope import (
     inverse_rope_grouped_out,
     norm_rope_insert,
@@ -73,6 +73,29 @@ def _mhc(size: Size, draw: Draw) -> Args:
 def _mhc_post(size: Size, draw: Draw) -> Args:
     T, S, D = (size[letter] for letter in "TSD")
     return draw(T, D), draw(T, S, D), _wide(draw, T, S).sigmoid(), _wide(draw, T, S, S).softmax(-1)
+
+
+def _mhc_given(size: Size, draw: Draw) -> Args:
+    """Streams of size 1, so that the squares' parts are the numbers of columns."""
+    x, fn, *rest = _mhc(size, draw)
+    (T, S, D), R = x.shape, fn.shape[0]
+    columns = product_columns(T, D)
+    parts = -(-D // columns)
+    products = _wide(draw, T, parts, R + 1) * parts**-0.5
+    products[..., R] = S * columns
+    return x, fn, *rest, products
+
+
+def _mhc_post_products(size: Size, draw: Draw) -> Args:
+    S, D = size["S"], size["D"]
+    return *_mhc_post(size, draw), _wide(draw, (2 + S) * S, S * D) * (S * D) ** -0.5
+
+
+def _first_and_last_64(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+    """As many tokens as are many to `product_columns`."""
+    T = outputs[0].shape[0]
+    rows = sorted({*range(min(T, 64)), *range(max(0, T - 64), T)})
+    return (*(sample_index(a, rows) for a in args[:4]), args[4]), [sample_index(t, rows) for t in outputs]
 
 
 def _mhc_head(size: Size, draw: Draw) -> Args:
@@ -281,7 +304,27 @@ CASES = (
         lambda size: 2 * size["T"] * 24 * 4 * size["D"],
         elementwise=count(TSD=4, TSS=60),
     ),
+    Case(
+        "mhc_pre.products",
+        mhc_pre,
+        _TOKENS,
+        _mhc_given,
+        {},
+        _ends(0, 7),
+        unread=lambda args: args[1].numel() * args[1].element_size(),
+        elementwise=count(TSD=2, TSS=60),
+    ),
     Case("mhc_post", mhc_post, _TOKENS, _mhc_post, {}, _ends(0, 1, 2, 3), elementwise=count(TSSD=2, TSD=2)),
+    Case(
+        "mhc_post_products",
+        mhc_post_products,
+        _TOKENS,
+        _mhc_post_products,
+        {},
+        _first_and_last_64,
+        lambda size: 2 * size["T"] * 24 * 4 * size["D"],
+        elementwise=count(TSSD=2, TSD=4),
+    ),
     Case("mhc_head", mhc_head, _TOKENS, _mhc_head, {}, _ends(0), elementwise=count(TSSD=2, TSD=4)),
     Case(
         "compress_csa",

@@ -85,8 +85,9 @@ SUBJECT = Subject(
     layers=Layers(
         of=lambda model: model.model.layers,
         read=lambda args, kwargs: args[0],
-        result=lambda output: output,
-        put=lambda args, kwargs, x: ((x, *args[1:]), kwargs),
+        # Ours hands on products of the streams, which are not those of others put in their place.
+        result=lambda output: output if isinstance(output, torch.Tensor) else output[0],
+        put=lambda args, kwargs, x: ((x, *args[1:3], None, *args[4:]), kwargs),
     ),
     names=Names(joined={"gate_up_proj": ("gate_proj", "up_proj")}),
     aligned=ALL,

@@ -32,19 +32,20 @@ from xpu_ports.common.generation import CapturedGeneration
 from xpu_ports.common.graph import captured_decode
 from xpu_ports.common.kernels.compress import compress_csa, compress_hca
 from xpu_ports.common.kernels.fp8_pages import cache_rows
+from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.indexer import indexer_scores, stable_topk
-from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_pre
+from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_post_products, mhc_pre
 from xpu_ports.common.kernels.mla_rope import (
     inverse_rope_grouped_out,
     norm_rope_insert,
     qnorm_rope_kv_insert,
     rope_tail,
 )
-from xpu_ports.common.kernels.moe_experts import activate, moe_experts
+from xpu_ports.common.kernels.moe_experts import moe_experts
 from xpu_ports.common.kernels.moe_router import moe_router_logits
 from xpu_ports.common.kernels.moe_sqrtsoftplus_router import moe_hash_router, moe_sqrtsoftplus_router
 from xpu_ports.common.kernels.sparse_mla import sparse_mla_decode, sparse_mla_prefill
-from xpu_ports.common.modules import RMSNorm, is_plain, project, project_adapted, weights_read
+from xpu_ports.common.modules import RMSNorm, is_plain, known_early, project, project_adapted, weights_read
 from xpu_ports.common.sequence import mask_of_tokens
 from xpu_ports.models.deepseek_v4.caching import ROLLBACK, DeepseekV4Cache, DeepseekV4CacheLayer
 from xpu_ports.models.deepseek_v4.capture import DeepseekV4StepGraph
@@ -334,7 +335,8 @@ class DeepseekV4MLP(nn.Module):
         self.down_proj = nn.Linear(F, D, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return project(self.down_proj, activate(project(self.gate_up_proj, x), self.limit))
+        gate_up = project(self.gate_up_proj, x)
+        return project(self.down_proj, gated_activation(gate_up, None, "silu", self.limit))
 
 
 class DeepseekV4Experts(nn.Module):
@@ -418,9 +420,9 @@ class DeepseekV4HyperConnection(nn.Module):
         self.base = nn.Parameter(torch.zeros((2 + S) * S, dtype=wide))
         self.scale = nn.Parameter(torch.zeros(3, dtype=wide))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(the layer's input [B, T, D], and what `mhc_post` takes) of x [B, T, S, D]."""
-        return mhc_pre(x, self.fn, self.scale, self.base, self.norm_eps, self.eps, self.iterations)
+    def forward(self, x: Tensor, products: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(the layer's input [B, T, D], and what `mhc_post` takes) of x [B, T, S, D] and `streams_after`'s products."""
+        return mhc_pre(x, self.fn, self.scale, self.base, self.norm_eps, self.eps, self.iterations, products)
 
 
 class DeepseekV4HyperHead(nn.Module):
@@ -434,9 +436,19 @@ class DeepseekV4HyperHead(nn.Module):
         self.hc_base = nn.Parameter(torch.zeros(S, dtype=wide))
         self.hc_scale = nn.Parameter(torch.zeros(1, dtype=wide))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] of x [B, T, S, D]."""
-        return mhc_head(x, self.hc_fn, self.hc_scale, self.hc_base, self.norm_eps, self.eps)
+    def forward(self, x: Tensor, products: Tensor | None = None) -> Tensor:
+        """[B, T, D] of x [B, T, S, D] and `streams_after`'s products."""
+        return mhc_head(x, self.hc_fn, self.hc_scale, self.hc_base, self.norm_eps, self.eps, products)
+
+
+def streams_after(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, fn: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The streams x [B, T, S, D] with a layer's output y [B, T, D] put in, and what who reads them next has to make.
+
+    That are products with its weights fn, which are left to it where None are known.
+    """
+    if fn is None:
+        return mhc_post(y, x, post, comb), None
+    return mhc_post_products(y, x, post, comb, fn)
 
 
 class DeepseekV4DecoderLayer(GradientCheckpointingLayer):
@@ -451,12 +463,20 @@ class DeepseekV4DecoderLayer(GradientCheckpointingLayer):
         self.attn_hc = DeepseekV4HyperConnection(config)
         self.ffn_hc = DeepseekV4HyperConnection(config)
 
-    def forward(self, x: Tensor, step: Step, layer: DeepseekV4CacheLayer) -> Tensor:
-        """[B, T, S, D] of x [B, T, S, D]."""
-        y, post, comb = self.attn_hc(x)
-        x = mhc_post(self.self_attn(self.input_layernorm(y), step, layer), x, post, comb)
-        y, post, comb = self.ffn_hc(x)
-        return mhc_post(self.mlp(self.post_attention_layernorm(y), step.ids), x, post, comb)
+    def forward(
+        self,
+        x: Tensor,
+        step: Step,
+        layer: DeepseekV4CacheLayer,
+        products: Tensor | None = None,
+        next_fn: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(streams [B, T, S, D], their products with `next_fn`) of x [B, T, S, D] and what is made of it already."""
+        y, post, comb = self.attn_hc(x, products)
+        fn = known_early(self.ffn_hc, "fn", x.device)
+        x, products = streams_after(self.self_attn(self.input_layernorm(y), step, layer), x, post, comb, fn)
+        y, post, comb = self.ffn_hc(x, products)
+        return streams_after(self.mlp(self.post_attention_layernorm(y), step.ids), x, post, comb, next_fn)
 
 
 class DeepseekV4MTPLayer(DeepseekV4DecoderLayer):
@@ -478,8 +498,9 @@ class DeepseekV4MTPLayer(DeepseekV4DecoderLayer):
     def guess(self, e: Tensor, x: Tensor, step: Step, layer: DeepseekV4CacheLayer) -> tuple[Tensor, Tensor]:
         """(what the head takes [B, T, D], streams [B, T, S, D]) of embeddings e [B, T, D] and streams x."""
         e = project(self.e_proj, self.enorm(e))
-        x = self(e[:, :, None] + project(self.h_proj, self.hnorm(x)), step, layer)
-        return self.norm(self.hc_head(x)), x
+        x = e[:, :, None] + project(self.h_proj, self.hnorm(x))
+        x, products = self(x, step, layer, None, known_early(self.hc_head, "hc_fn", x.device))
+        return self.norm(self.hc_head(x, products)), x
 
 
 class DeepseekV4PreTrainedModel(PackedLoading, PreTrainedModel):
@@ -641,11 +662,14 @@ class DeepseekV4Model(DeepseekV4PreTrainedModel):
         x = h[:, :, None].expand(-1, -1, self.config.hc_mult, -1)  # [B, T, S, D]
         want_hidden = kwargs.pop("output_hidden_states", None) or False
         hidden_states = [x] if want_hidden else []
-        for layer, kept in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, step, kept)
+        # Who reads the streams behind each layer.
+        readers: Any = [*((layer.attn_hc, "fn") for layer in self.layers[1:]), (self.hc_head, "hc_fn")]
+        products = None
+        for layer, kept, (reader, name) in zip(self.layers, cache.layers, readers, strict=True):
+            x, products = layer(x, step, kept, products, known_early(reader, name, x.device))
             hidden_states += [x] if want_hidden else []
         cache.lengths.advance(step.count, h.shape[1], mask)
-        h = self.norm(self.hc_head(x))
+        h = self.norm(self.hc_head(x, products))
         if order is not None:
             back = order.argsort(dim=1)
             h = h.gather(1, back[..., None].expand_as(h))

@@ -601,7 +601,21 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "decode_attention with a mask": lambda: (torch.randn(2, 4, 8), *torch.randn(2, 2, 2, 5, 8), torch.zeros(2, 5), 0.5),
     "mhc_pre": lambda: (torch.randn(3, 4, 8), torch.randn(24, 32), torch.randn(3), torch.randn(24), 1e-6, 1e-6, 3),
     "mhc_post": lambda: (torch.randn(3, 8), torch.randn(3, 4, 8), torch.rand(3, 4), torch.rand(3, 4, 4)),
+    "mhc_pre with products": lambda: (
+        *(torch.randn(3, 4, 8), torch.randn(24, 32), torch.randn(3), torch.randn(24), 1e-6, 1e-6, 3),
+        torch.rand(3, 2, 25),
+    ),
+    "mhc_post_products": lambda: (
+        *(torch.randn(3, 8), torch.randn(3, 4, 8), torch.rand(3, 4), torch.rand(3, 4, 4), torch.randn(24, 32)),
+    ),
+    "mhc_post_products of parts": lambda: (
+        *(torch.randn(3, 72), torch.randn(3, 4, 72), torch.rand(3, 4), torch.rand(3, 4, 4), torch.randn(4, 288)),
+    ),
     "mhc_head": lambda: (torch.randn(3, 4, 8), torch.randn(4, 32), torch.randn(1), torch.randn(4), 1e-6, 1e-6),
+    "mhc_head with products": lambda: (
+        *(torch.randn(3, 4, 8), torch.randn(4, 32), torch.randn(1), torch.randn(4), 1e-6, 1e-6),
+        torch.rand(3, 2, 5),
+    ),
     "compress_csa": lambda: _compress(2),
     "compress_hca": lambda: _compress(1),
     "indexer_scores": lambda: (

@@ -288,10 +288,11 @@ LOOKED_AT: dict[str, Callable[[], Iterator[tuple]]] = {
     "mla_rope": lambda: itertools.product((1, 64, 128), (64, 128, 512)),
     "mhc_streams": lambda: itertools.product((1000, 4096, 7168), (False, True)),
     "mhc_dot": lambda: itertools.product((4, 24), (torch.float32, torch.bfloat16), ("few", "some", "many")),
+    "mhc_post_products": lambda: itertools.product((4, 24), (torch.float32, torch.bfloat16), ("few", "some", "many")),
     "indexer_scores": lambda: itertools.product((1, 4096), (1, 64), (4, 128)),
 }
 # Of which other devices have one tile: on Intel GPUs the one that does not spill.
-FIXED = {"mhc_dot", "indexer_scores"}
+FIXED = {"mhc_dot", "mhc_post_products", "indexer_scores"}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES)

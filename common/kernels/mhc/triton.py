@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xpu_ports.common.device import Architecture, architecture, grf_options
-from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_pre
+from xpu_ports.common.kernels.mhc import MOST_PARTS, mhc_head, mhc_post, mhc_pre
 from xpu_ports.common.kernels.rms_norm import dims_used, row_offset
 from xpu_ports.common.kernels.skinny_linear.triton import in_lane_sum
 from xpu_ports.common.layout import row_strides
@@ -36,13 +36,30 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _refuses_pre(
-    x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float, iterations: int
+    x: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+    products: Tensor | None = None,
 ) -> str | None:
-    return _refuses_streams(x) or _refuses_weights(x, fn, scale, base, (2 + x.shape[-2]) * x.shape[-2], 3)
+    rows = (2 + x.shape[-2]) * x.shape[-2]
+    return _refuses_streams(x) or _refuses_weights(x, fn, scale, base, rows, 3) or _refuses_products(x, rows, products)
 
 
-def _refuses_head(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float) -> str | None:
-    return _refuses_streams(x) or _refuses_weights(x, fn, scale, base, x.shape[-2], 1)
+def _refuses_head(
+    x: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_eps: float,
+    eps: float,
+    products: Tensor | None = None,
+) -> str | None:
+    rows = x.shape[-2]
+    return _refuses_streams(x) or _refuses_weights(x, fn, scale, base, rows, 1) or _refuses_products(x, rows, products)
 
 
 def _refuses_post(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> str | None:
@@ -81,13 +98,30 @@ def _refuses_streams(x: Tensor) -> str | None:
 def _refuses_weights(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, R: int, scales: int) -> str | None:
     S, D = x.shape[-2:]
     for name, t, shape in (("fn", fn, (R, S * D)), ("scale", scale, (scales,)), ("base", base, (R,))):
-        if t.shape != shape:
-            return f"{name} has shape {tuple(t.shape)}, expected {shape}"
-        if t.dtype != torch.float32:
-            return f"{name} has dtype {t.dtype}, not float32"
-        if t.stride(-1) != 1 and t.shape[-1] > 1:
-            return f"the last dimension of {name} has stride {t.stride(-1)}, not 1"
+        refusal = _refuses_rows(name, t, shape)
+        if refusal is not None:
+            return refusal
     return None
+
+
+def _refuses_rows(name: str, t: Tensor, shape: tuple[int, ...]) -> str | None:
+    if t.shape != shape:
+        return f"{name} has shape {tuple(t.shape)}, expected {shape}"
+    if t.dtype != torch.float32:
+        return f"{name} has dtype {t.dtype}, not float32"
+    if t.stride(-1) != 1 and t.shape[-1] > 1:
+        return f"the last dimension of {name} has stride {t.stride(-1)}, not 1"
+    return None
+
+
+def _refuses_products(x: Tensor, R: int, products: Tensor | None) -> str | None:
+    if products is None:
+        return None
+    if products.dim() < 2 or not 0 < products.shape[-2] <= MOST_PARTS:
+        return f"products has shape {tuple(products.shape)}, expected 1 to {MOST_PARTS} parts before the last dimension"
+    if not products.is_contiguous():
+        return "products is not contiguous"
+    return _refuses_rows("products", products, (*x.shape[:-2], products.shape[-2], R + 1))
 
 
 # ---------------------------------------------------------------------------------------------- products and squares
@@ -386,6 +420,20 @@ def _load_streams(x_ptrs, mask, stride_s, S: tl.constexpr):
 
 
 @triton.jit
+def _mixed(y, x0, x1, x2, x3, post_ptrs, comb_ptrs, mask, S: tl.constexpr):
+    """post_k y + sum_j C_jk x_j, of pointers at k, which may be one or each token's."""
+    out = tl.load(post_ptrs, mask=mask, other=0.0).to(tl.float32) * y
+    out += tl.load(comb_ptrs, mask=mask, other=0.0).to(tl.float32) * x0
+    if S > 1:
+        out += tl.load(comb_ptrs + S, mask=mask, other=0.0).to(tl.float32) * x1
+    if S > 2:
+        out += tl.load(comb_ptrs + 2 * S, mask=mask, other=0.0).to(tl.float32) * x2
+    if S > 3:
+        out += tl.load(comb_ptrs + 3 * S, mask=mask, other=0.0).to(tl.float32) * x3
+    return out
+
+
+@triton.jit
 def _entry(x, offs, i):
     """x[i] of a short tensor."""
     return tl.sum(tl.where(offs == i, x, 0.0), axis=0)
@@ -553,14 +601,7 @@ def _mhc_post_kernel(
     comb_ptr += n * (S * S)
     out_ptr += n * (S * D)
     for k in tl.static_range(S):
-        # x'_k = post_k y + sum_j C_jk x_j
-        out = tl.load(post_ptr + k).to(tl.float32) * y + tl.load(comb_ptr + k).to(tl.float32) * x0
-        if S > 1:
-            out += tl.load(comb_ptr + S + k).to(tl.float32) * x1
-        if S > 2:
-            out += tl.load(comb_ptr + 2 * S + k).to(tl.float32) * x2
-        if S > 3:
-            out += tl.load(comb_ptr + 3 * S + k).to(tl.float32) * x3
+        out = _mixed(y, x0, x1, x2, x3, post_ptr + k, comb_ptr + k, True, S)
         tl.store(out_ptr + k * D + offs_d, out.to(out_ptr.dtype.element_ty), mask=mask_d)
 
 
@@ -599,6 +640,7 @@ def _collapse(
     norm_eps: float,
     eps: float,
     iterations: int,
+    products: Tensor | None,
     outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Fill y, post and comb; in the head, where fn has S rows, y alone."""
@@ -609,8 +651,9 @@ def _collapse(
     arch = architecture(x.device)
     cut = stream_tile(arch, D, False)
     with on_device_of(x):
-        part = _dot(x, fn, sizes, stride_x, arch)
-        block_p = next_power_of_2(part.shape[1])
+        part = _dot(x, fn, sizes, stride_x, arch) if products is None else products
+        splits = part.shape[-2]
+        block_p = next_power_of_2(splits)
         # The parts of some tokens that are read at a time.
         block_n = max(1, 64 // block_p)
         first = cdiv(N, block_n) if R > S else 0
@@ -625,7 +668,7 @@ def _collapse(
             N,
             sizes[1],
             sizes[2],
-            part.shape[1],
+            splits,
             first,
             *stride_x,
             x.stride(-2),
@@ -646,14 +689,21 @@ def _collapse(
 
 @mhc_pre.implement("triton", "xpu", "cuda", refuses=_refuses_pre)
 def mhc_pre_triton(
-    x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float, iterations: int
+    x: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+    products: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     *tokens, S, D = x.shape
     y = torch.empty((*tokens, D), dtype=x.dtype, device=x.device)
     post = torch.empty((*tokens, S), dtype=torch.float32, device=x.device)
     comb = torch.empty((*tokens, S, S), dtype=torch.float32, device=x.device)
     if x.numel():
-        _collapse(x, fn, scale, base, norm_eps, eps, iterations, (y, post, comb))
+        _collapse(x, fn, scale, base, norm_eps, eps, iterations, products, (y, post, comb))
     return y, post, comb
 
 
@@ -687,9 +737,17 @@ def mhc_post_triton(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 @mhc_head.implement("triton", "xpu", "cuda", refuses=_refuses_head)
-def mhc_head_triton(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float) -> Tensor:
+def mhc_head_triton(
+    x: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_eps: float,
+    eps: float,
+    products: Tensor | None = None,
+) -> Tensor:
     *tokens, _, D = x.shape
     y = torch.empty((*tokens, D), dtype=x.dtype, device=x.device)
     if x.numel():
-        _collapse(x, fn, scale, base, norm_eps, eps, 1, (y, y, y))
+        _collapse(x, fn, scale, base, norm_eps, eps, 1, products, (y, y, y))
     return y

@@ -11,8 +11,16 @@ from torch import Tensor
 
 from tests.common.ops import Runner, assert_rounded_once, normal, refusal
 from xpu_ports.common.device import ARCHITECTURES, Architecture
-from xpu_ports.common.dispatch import Op
-from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_pre
+from xpu_ports.common.dispatch import Op, use_backend
+from xpu_ports.common.kernels.mhc import (
+    FEW_TOKENS,
+    MOST_PARTS,
+    mhc_head,
+    mhc_post,
+    mhc_post_products,
+    mhc_pre,
+    product_columns,
+)
 from xpu_ports.common.kernels.mhc import triton as module
 
 EPS = 1e-6
@@ -198,6 +206,129 @@ class TestPost:
         assert_rounded_once(mhc_post, y, x, torch.rand(4, 64, 4), torch.rand(4, 64, 4, 4))
 
 
+def back(B: int, T: int, S: int, D: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What `mhc_post_products` takes, fn with some rows."""
+    y, x = torch.randn(B, T, D).to(dtype), torch.randn(B, T, S, D).to(dtype)
+    return y, x, torch.rand(B, T, S), torch.rand(B, T, S, S), torch.randn(rows, S * D) * (S * D) ** -0.5
+
+
+def exact(streams: Tensor, fn: Tensor) -> Tensor:
+    """fn x and |x|^2 in fp64, [..., R + 1]."""
+    flat = streams.flatten(-2).double()
+    return torch.cat([flat @ fn.double().T, flat.square().sum(-1, keepdim=True)], -1)
+
+
+@pytest.mark.op("mhc_post_products")
+class TestPostProducts:
+    @pytest.fixture(autouse=True)
+    def streams_are_rounded(self, run: Runner) -> None:
+        """Products are of the streams in their dtype."""
+        run.rounds_once = False
+
+    @FLOATS
+    @pytest.mark.parametrize("shape", [*SHAPES, dict(B=1, T=13, S=2, D=64), dict(B=1, T=3, S=1, D=40)])
+    def test_shapes(self, run: Runner, shape: dict, dtype: torch.dtype) -> None:
+        B, T, S, D = shape.values()
+        streams, products = run(*back(B, T, S, D, (2 + S) * S, dtype))
+        assert (streams.dtype, streams.shape) == (dtype, (B, T, S, D))
+        assert products.dtype == torch.float32
+        assert products.shape == (B, T, -(-D // product_columns(B * T, D)), (2 + S) * S + 1)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        ("T", "S", "D", "rows"),
+        [
+            *((1, 4, 200, 24), (2, 4, 130, 4), (3, 4, 200, 24), (17, 3, 70, 15)),
+            *((64, 4, 72, 4), (67, 4, 1100, 24), (127, 1, 80, 3)),
+        ],
+    )  # fmt: skip
+    def test_what_others_make_of_them(self, run: Runner, T: int, S: int, D: int, rows: int, dtype: torch.dtype) -> None:
+        """Streams are `mhc_post`'s, bit for bit, and products are of them as they are, not of what was rounded."""
+        given = back(1, T, S, D, rows, dtype)
+        streams, products = run(*given)
+        with use_backend(run.target.backend):
+            plain = mhc_post(*(t.to(streams.device) for t in given[:4]))
+        assert torch.equal(streams, plain)
+        fn = given[4].to(streams.device)
+        off = (products.double().sum(-2) - exact(streams, fn)).abs()
+        size = streams.flatten(-2).double().norm(dim=-1, keepdim=True)
+        assert (off[..., :-1] <= 1e-6 * size * fn.double().norm(dim=-1)).all()
+        assert (off[..., -1:] <= 1e-6 * size.square()).all()
+        # A part is of its own columns.
+        columns = product_columns(T, D)
+        last = torch.zeros_like(streams)
+        last[..., D // columns * columns - (columns if D % columns == 0 else 0) :] = 1
+        expected = exact(streams * last, fn)
+        torch.testing.assert_close(products[..., -1, :].double(), expected, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("T", [3, 70])
+    @pytest.mark.parametrize("layout", ["slice", "transposed"])
+    def test_layouts(self, run: Runner, layout: str, T: int) -> None:
+        y = normal(2, T, 72, dtype=torch.bfloat16, layout=layout)
+        x = normal(2, T, 288, dtype=torch.bfloat16, layout=layout).unflatten(-1, (4, 72))
+        wide = torch.full((24, 300), float("nan"))
+        wide[:, :288] = weights(4, 72)[0]
+        run(y, x, torch.rand(2, T, 4), torch.rand(2, T, 4, 4), wide[:, :288])
+        streams = torch.randn(4, 2, T, 72).bfloat16().permute(1, 2, 0, 3)
+        run(y, streams, torch.rand(2, T, 4), torch.rand(2, T, 4, 4), wide[:, :288])
+        run(y, x[:, :, :1].expand(-1, -1, 4, -1), torch.rand(2, T, 4), torch.rand(2, T, 4, 4), wide[:, :288])
+
+    @pytest.mark.filterwarnings("ignore:All-NaN slice")
+    @pytest.mark.parametrize("T", [2, 17, 66])
+    def test_not_a_number_stays_in_its_token(self, run: Runner, T: int) -> None:
+        y, x, post, comb, fn = back(1, T, 4, 72, 24, torch.bfloat16)
+        x[0, T - 1, 2, 5] = float("nan")
+        streams, products = run(y, x, post, comb, fn)
+        assert streams[0, T - 1, :, 5].isnan().all()
+        assert products[0, T - 1, 0].isnan().all()
+        assert products[0, : T - 1].isfinite().all()
+        assert int(streams.isfinite().sum()) == streams.numel() - 4
+
+    @pytest.mark.parametrize("T", [2, 17, 66])
+    def test_large_and_small_streams(self, run: Runner, T: int) -> None:
+        for dtype in DTYPES:
+            y, x, post, comb, fn = back(1, T, 4, 72, 24, dtype)
+            factors = 10.0 ** (torch.arange(T) % 5 * 2 - 4)
+            run((y * factors[:, None]).to(dtype), (x * factors[:, None, None]).to(dtype), post, comb, fn)
+
+
+@pytest.mark.parametrize("T", [1, 5, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestGivenProducts:
+    """As of streams that are read for them."""
+
+    @pytest.mark.op("mhc_pre")
+    def test_pre(self, run: Runner, T: int, dtype: torch.dtype) -> None:
+        _, scale, base = weights(4, 600)
+        *given, fn = back(1, T, 4, 600, 24, dtype)
+        streams, products = mhc_post_products(*given, fn)
+        got = run(streams, fn, scale, base, EPS, EPS, 20, products)
+        for ours, expected in zip(got, mhc_pre(streams, fn, scale, base, EPS, EPS, 20), strict=True):
+            rtol = 1e-5 if ours.dtype == torch.float32 else 1e-2
+            torch.testing.assert_close(ours.cpu(), expected, rtol=rtol, atol=rtol)
+        # They are what counts, not fn.
+        got = run(streams, torch.full_like(fn, float("nan")), scale, base, EPS, EPS, 20, products)
+        assert all(t.isfinite().all() for t in got)
+
+    @pytest.mark.op("mhc_head")
+    def test_head(self, run: Runner, T: int, dtype: torch.dtype) -> None:
+        scale, base = torch.tensor([1.3]), torch.randn(4)
+        *given, fn = back(1, T, 4, 600, 4, dtype)
+        streams, products = mhc_post_products(*given, fn)
+        y = run(streams, torch.full_like(fn, float("nan")), scale, base, EPS, EPS, products)
+        rtol = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(y.cpu(), mhc_head(streams, fn, scale, base, EPS, EPS), rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("tokens", [1, FEW_TOKENS, FEW_TOKENS + 1])
+@pytest.mark.parametrize("D", [1, 64, 100, 4096, 7168, 50000])
+def test_parts_of_products(tokens: int, D: int) -> None:
+    columns = product_columns(tokens, D)
+    assert columns & (columns - 1) == 0
+    assert -(-D // columns) <= MOST_PARTS
+    assert columns <= product_columns(FEW_TOKENS + 1, D)
+
+
 @pytest.mark.op("mhc_head")
 class TestHead:
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -225,6 +356,7 @@ PRE = dict(x=X, fn=torch.zeros(24, 32), scale=torch.zeros(3), base=torch.zeros(2
 PRE |= dict(norm_eps=EPS, eps=EPS, iterations=20)
 HEAD = dict(x=X, fn=torch.zeros(4, 32), scale=torch.zeros(1), base=torch.zeros(4), norm_eps=EPS, eps=EPS)
 POST = dict(y=torch.zeros(2, 3, 8), x=X, post=torch.zeros(2, 3, 4), comb=torch.zeros(2, 3, 4, 4))
+PRODUCTS = POST | dict(fn=torch.zeros(24, 32))
 STREAMS = {
     "fp64": (dict(x=X.double()), "dtype torch.float64 is not one of"),
     "streams": (dict(x=torch.zeros(2, 3, 5, 8)), "5 streams, not 1 to 4"),
@@ -250,10 +382,24 @@ BACK = {
     "comb stride": (dict(comb=torch.zeros(2, 3, 4, 4).mT), "comb is not contiguous"),
     "gradient": (dict(y=torch.zeros(2, 3, 8, requires_grad=True)), "no backward"),
 }
+GIVEN = {
+    "products shape": (dict(products=torch.zeros(2, 3, 2, 24)), "products has shape (2, 3, 2, 24)"),
+    "products dtype": (dict(products=torch.zeros(2, 3, 2, 25).half()), "products has dtype torch.float16"),
+    "products parts": (dict(products=torch.zeros(2, 3, 65, 25)), "expected 1 to 64 parts"),
+    "no parts": (dict(products=torch.zeros(2, 3, 0, 25)), "expected 1 to 64 parts"),
+    "products dimensions": (dict(products=torch.zeros(25)), "expected 1 to 64 parts"),
+    "products stride": (dict(products=torch.zeros(2, 3, 4, 25)[:, :, ::2]), "products is not contiguous"),
+}  # fmt: skip
 REFUSED = [
     *(pytest.param(mhc_pre, PRE, *case, id=f"pre {name}") for name, case in (STREAMS | PRODUCT).items()),
     *(pytest.param(mhc_post, POST, *case, id=f"post {name}") for name, case in (STREAMS | BACK).items()),
     *(pytest.param(mhc_head, HEAD, *case, id=f"head {name}") for name, case in STREAMS.items()),
+    *(pytest.param(mhc_pre, PRE, *case, id=f"pre {name}") for name, case in GIVEN.items()),
+    *(pytest.param(mhc_post_products, PRODUCTS, *case, id=f"post {name}") for name, case in (STREAMS | BACK).items()),
+    pytest.param(mhc_post_products, PRODUCTS, dict(fn=torch.zeros(24, 31)), "fn has shape (24, 31)", id="products fn"),
+    pytest.param(mhc_post_products, PRODUCTS, dict(fn=torch.zeros(32)), "fn has 1 dimensions", id="products fn row"),
+    pytest.param(mhc_post_products, PRODUCTS, dict(fn=PRE["fn"].half()), "float16, not float32", id="products dtype"),
+    pytest.param(mhc_head, HEAD, dict(products=torch.zeros(2, 3, 2, 25)), "expected (2, 3, 2, 5)", id="head products"),
     pytest.param(mhc_head, HEAD, dict(fn=PRE["fn"]), "fn has shape (24, 32), expected (4, 32)", id="head fn"),
     pytest.param(mhc_head, HEAD, dict(scale=PRE["scale"]), "scale has shape (3,), expected (1,)", id="head scale"),
 ]
@@ -265,7 +411,11 @@ def test_refusals(op: Op, good: dict[str, Any], changed: dict[str, Any], why: st
     assert why in refusal(op, **good | changed)
 
 
-@pytest.mark.parametrize(("op", "good"), [(mhc_pre, PRE), (mhc_post, POST), (mhc_head, HEAD)], ids=lambda v: "")
+@pytest.mark.parametrize(
+    ("op", "good"),
+    [(mhc_pre, PRE), (mhc_post, POST), (mhc_post_products, PRODUCTS), (mhc_head, HEAD)],
+    ids=lambda v: "",
+)
 def test_refusal_without_triton(op: Op, good: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AVAILABLE", False)
     monkeypatch.setattr(module, "WHY_NOT", "Triton cannot be imported: no module")

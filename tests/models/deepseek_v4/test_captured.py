@@ -252,11 +252,14 @@ def test_launches_of_an_eager_step(batch, calls):
         calls.clear()
         with calls:
             model(input_ids=ids, cache=cache)
-    ours = sum(LAUNCHES.get(name, 1) for name, *_ in calls.ours)
+    # Products of streams are made by who wrote them, but for the first layer's.
+    given = [name for name, *args in calls.ours if name in ("mhc_pre", "mhc_head") and args[-1] is not None]
+    assert given == ["mhc_pre"] * 11 + ["mhc_head"]
+    ours = sum(LAUNCHES.get(name, 1) for name, *_ in calls.ours) - len(given)
     print(f"{len(calls.ours)} ops of ours, about {ours} launches; {len(calls.torch)} of torch's around them:")
     print([name for name, *_ in calls.torch])
     assert len(calls.torch) <= 17
-    assert ours + len(calls.torch) <= 200
+    assert ours + len(calls.torch) <= 188
 
 
 def test_nothing_hangs_on_what_the_host_knows(model, calls):

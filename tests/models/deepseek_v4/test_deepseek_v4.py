@@ -233,7 +233,7 @@ BROKEN: dict[str, Callable] = {
         "inverse_rope_grouped_out", lambda op: lambda o, cos, sin, w: op(o, torch.ones_like(cos), 0 * sin, w)
     ),
     "the output turned on": _patched("inverse_rope_grouped_out", lambda op: lambda o, c, s, w: op(o, c, -s, w)),
-    "streams mixed the other way": _patched("mhc_post", lambda op: lambda y, x, post, comb: op(y, x, post, comb.mT)),
+    "streams mixed the other way": _patched("mhc_post_products", lambda op: lambda y, x, p, c, fn: op(y, x, p, c.mT, fn)),
     "one iteration of Sinkhorn's": _on_modules(
         lambda m: setattr(m, "iterations", 1) if hasattr(m, "iterations") else None
     ),
