@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, DeepseekV4Config, DynamicCache
 from transformers import DeepseekV4ForCausalLM as TransformersV4
 
 from xpu_ports.common.kernels import indexer as indexer_module
+from xpu_ports.common.modules import known_early
 from xpu_ports.models.deepseek_v4 import DeepseekV4Cache, DeepseekV4ForCausalLM, modeling_deepseek_v4
 from xpu_ports.models.deepseek_v4.rope import Positions, frequencies
 
@@ -233,7 +235,7 @@ BROKEN: dict[str, Callable] = {
         "inverse_rope_grouped_out", lambda op: lambda o, cos, sin, w: op(o, torch.ones_like(cos), 0 * sin, w)
     ),
     "the output turned on": _patched("inverse_rope_grouped_out", lambda op: lambda o, c, s, w: op(o, c, -s, w)),
-    "streams mixed the other way": _patched("mhc_post_products", lambda op: lambda y, x, p, c, fn: op(y, x, p, c.mT, fn)),
+    "streams mixed the other way": _patched("mhc_post_products", lambda op: lambda *a: op(*a[:3], a[3].mT, a[4])),
     "one iteration of Sinkhorn's": _on_modules(
         lambda m: setattr(m, "iterations", 1) if hasattr(m, "iterations") else None
     ),
@@ -406,6 +408,61 @@ class TestPadding:
         padded = tiny(x, attention_mask=mask, output_hidden_states=True).hidden_states
         for a, b in zip(alone, padded, strict=True):
             assert largest(a[0], b[0, 7:]) <= 1e-4 * a.abs().max()
+
+
+class TestReadersOfStreams:
+    """Who writes streams makes the products of who reads them, where its weights are known by then."""
+
+    def makers(self, tiny, monkeypatch, ids) -> tuple[list[bool], Tensor]:
+        """Of each reader whether products were given, and the logits."""
+        given = []
+        for name in ("mhc_pre", "mhc_head"):
+            called = getattr(modeling_deepseek_v4, name)
+
+            def counted(*args, called=called):
+                given.append(args[-1] is not None)
+                return called(*args)
+
+            monkeypatch.setattr(modeling_deepseek_v4, name, counted)
+        logits = tiny(ids).logits
+        monkeypatch.undo()
+        return given, logits
+
+    def test_all_but_the_first(self, ids, tiny, full, monkeypatch):
+        given, logits = self.makers(tiny, monkeypatch, ids)
+        assert given == [False] + [True] * 2 * len(tiny.model.layers)
+        assert torch.equal(logits, full)
+
+    @pytest.mark.parametrize("hooked", ["layers.0.ffn_hc", "layers.1.attn_hc", "hc_head"])
+    def test_one_with_hooks_makes_its_own(self, ids, tiny, full, monkeypatch, hooked):
+        reader = tiny.model.get_submodule(hooked)
+        handle = reader.register_forward_pre_hook(lambda *args: None)
+        try:
+            given, logits = self.makers(tiny, monkeypatch, ids)
+        finally:
+            handle.remove()
+        readers = [m for m in tiny.model.modules() if type(m) is modeling_deepseek_v4.DeepseekV4HyperConnection] + [
+            tiny.model.hc_head
+        ]
+        assert given == [i > 0 and m is not reader for i, m in enumerate(readers)]
+        assert largest(logits, full) < 1e-3
+
+    @pytest.mark.parametrize("elsewhere", ["device", "rank", "forward"])
+    def test_weights_that_are_not_there_yet(self, tiny, elsewhere):
+        reader = copy.deepcopy(tiny.model.layers[0].ffn_hc)
+        assert known_early(reader, "fn", torch.device("cpu")) is reader.fn
+        assert known_early(reader, "fn", torch.device("meta")) is None
+        if elsewhere == "device":
+            reader.to("meta")
+        elif elsewhere == "rank":
+            reader.fn = nn.Parameter(reader.fn.detach().as_subclass(Share))
+        else:
+            reader.forward = lambda x: x
+        assert known_early(reader, "fn", torch.device("cpu")) is None
+
+
+class Share(Tensor):
+    """A tensor that is of another class."""
 
 
 class TestFP8:
