@@ -26,6 +26,7 @@ from xpu_ports.common.kernels.mhc.triton import (
     _units,
 )
 from xpu_ports.common.kernels.rms_norm import dims_used, row_offset
+from xpu_ports.common.kernels.rounding import rounded
 from xpu_ports.common.kernels.skinny_linear.triton import in_lane_sum
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import cdiv, kernel, next_power_of_2, on_device_of, tl, triton
@@ -104,7 +105,7 @@ def _mhc_post_dot_kernel(
         # Not unrolled: that would hold the pieces of all streams' rows at once.
         for k in range(S):
             w0, w1, w2 = _load_pieces(fn_ptrs + k * D, mask_w, R * S * D)
-            out = _mixed(y, x0, x1, x2, x3, post_ptrs + k, comb_ptrs + k, mask_n, S).to(out_ptr.dtype.element_ty)
+            out = rounded(_mixed(y, x0, x1, x2, x3, post_ptrs + k, comb_ptrs + k, mask_n, S), out_ptr)
             tl.store(out_ptrs + k * D + offs_d[None, :], out, mask=mask)
             wide = out.to(tl.float32)
             squares += tl.sum(tl.reshape(wide * wide, (BLOCK_T, BLOCK_K // VECTOR, VECTOR)), axis=2)
@@ -203,7 +204,7 @@ def _mhc_post_few_kernel(
         mask = mask_n & (offs_d < D)
         y = tl.load(y_ptrs + offs_d, mask=mask, other=0.0).to(tl.float32)
         x0, x1, x2, x3 = _load_streams(x_ptrs + offs_d, mask, stride_x_s, S)
-        out = _mixed(y, x0, x1, x2, x3, post_ptrs, comb_ptrs, mask_k, S).to(out_ptr.dtype.element_ty)
+        out = rounded(_mixed(y, x0, x1, x2, x3, post_ptrs, comb_ptrs, mask_k, S), out_ptr)
         # One group of rows says it for all.
         if pid % groups == 0:
             tl.store(out_ptrs + offs_d, out, mask=mask_k & (offs_d < D))
@@ -255,7 +256,7 @@ def post_tile(arch: Architecture, R: int, dtype: torch.dtype, units: str) -> Pos
         return PostTile(1, 4 if arch.name == "arc-a" else 8, 64, 2, registers=256)
     block_r = max(16, next_power_of_2(R))
     if arch.has_grf_modes:
-        return PostTile(16, block_r, 32, 4 if dtype == torch.bfloat16 else 8, registers=256)
+        return PostTile(16, block_r, 16, 4 if dtype == torch.bfloat16 else 8, registers=256)
     if units == "some":
         return PostTile(16, block_r, 32, 4)
     return PostTile(64, block_r, 16, 4, 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.common.ops import Runner, assert_rounded_once, normal, refusal
-from xpu_ports.common.device import ARCHITECTURES, Architecture
+from xpu_ports.common.device import ARCHITECTURES, Architecture, use_architecture
 from xpu_ports.common.dispatch import Op, use_backend
 from xpu_ports.common.kernels.mhc import (
     FEW_TOKENS,
@@ -260,6 +260,15 @@ class TestPostProducts:
         last[..., D // columns * columns - (columns if D % columns == 0 else 0) :] = 1
         expected = exact(streams * last, fn)
         torch.testing.assert_close(products[..., -1, :].double(), expected, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("T", [2, 17, 66])
+    @pytest.mark.parametrize("arch", ["nvidia", "max", "arc-a"])
+    def test_other_devices_tiles(self, run: Runner, arch: str, T: int, dtype: torch.dtype) -> None:
+        if run.target.backend == "reference" or run.target.device != "cpu":
+            pytest.skip("for the interpreter")
+        with use_architecture(arch):
+            run(*back(1, T, 4, 72, 24, dtype))
 
     @pytest.mark.parametrize("T", [3, 70])
     @pytest.mark.parametrize("layout", ["slice", "transposed"])
