@@ -115,10 +115,11 @@ def _of_window(block, n, before, SPAN: tl.constexpr, RING: tl.constexpr, BLOCK_S
     RING: position p is at slot p mod `before`; else at slot `before` + p - (n - 1).
     """
     offs = block * BLOCK_S + tl.arange(0, BLOCK_S)
-    positions = n - SPAN + offs
-    counts = (offs < SPAN) & (positions >= 0)
+    counts = (offs < SPAN) & (n - SPAN + offs >= 0)
     if RING:
-        slots = tl.where(counts, positions, 0) % before
+        # One division of scalars: the ring has at least SPAN slots.
+        slots = (n - SPAN + before) % before + offs
+        slots = tl.where(slots >= before, slots - before, slots)
     else:
         slots = before + 1 - SPAN + offs
         counts = counts & (slots >= 0)
@@ -232,12 +233,14 @@ def _sparse_mla_kernel(
         sink = tl.load(sinks_ptr + offs_h * stride_sink, mask=mask_h, other=0.0).to(tl.float32) * 1.4426950408889634
         top = tl.where(sink < -1e30, -1e30, sink)
         total = tl.full((BLOCK_H,), 1.0, dtype=tl.float32)
+    # Rows that are loaded ahead come before the queries, which shared memory waits for.
+    q = top
     if WHOLE:
-        q = tl.load(q_ptrs[:, None] + offs_k[None, :], mask=mask_h[:, None] & (offs_k < K)[None, :], other=0.0)
+        if not AHEAD:
+            q = tl.load(q_ptrs[:, None] + offs_k[None, :], mask=mask_h[:, None] & (offs_k < K)[None, :], other=0.0)
         acc = tl.zeros((BLOCK_H, BLOCK_K), dtype=tl.float32)
     else:
         # Warps share the rows of an accumulator, and heads are the few.
-        q = top
         acc = tl.zeros((BLOCK_K, BLOCK_H), dtype=tl.float32)
     window_blocks: tl.constexpr = (SPAN + BLOCK_S - 1) // BLOCK_S
     closed, blocks = slots, 0
@@ -256,8 +259,9 @@ def _sparse_mla_kernel(
         )  # fmt: skip
         data, scales = locate_tokens(at, stride, OWN, ROPE, TOKENS_W)
         words, low, high, tail = whole_tokens(ptr, data, scales, counts, OWN, ROPE, BLOCK_K)
+        q = tl.load(q_ptrs[:, None] + offs_k[None, :], mask=mask_h[:, None] & (offs_k < K)[None, :], other=0.0)
+        bias = tl.where(counts, 0.0, float("-inf"))
         for block in range(split, window_blocks + blocks, splits):
-            bias = tl.where(counts, 0.0, float("-inf"))
             ptr, stride, at, counts = _of_either(
                 block + splits, n, before, closed, named, window_ptr, entries_ptr, indices_ptr, stride_w_s, stride_e_s,
                 stride_i_a, SPAN, DECODE, NAMED, BLOCK_S,
@@ -271,6 +275,7 @@ def _sparse_mla_kernel(
             words, low, high, tail = whole_tokens(ptr, data, scales, counts, OWN, ROPE, BLOCK_K)
             p, decay, top, total = _weighed(scores * scale + bias[None, :], top, total)
             acc = tl.dot(p.to(c.dtype), c, acc * decay[:, None])
+            bias = tl.where(counts, 0.0, float("-inf"))
     elif ALIKE:
         for block in range(split, window_blocks + blocks, splits):
             ptr, stride, at, counts = _of_either(

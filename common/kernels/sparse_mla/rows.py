@@ -98,17 +98,21 @@ def with_tail(x, tail, OWN: tl.constexpr):
 
 @triton.jit
 def whole_tokens(ptr, data, scales, counts, OWN: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr):
-    """Tokens of pages as they lie: words of four codes, both words of scales, and the bf16 columns, of one group."""
+    """Tokens of pages as they lie, in 32-bit words: four codes each, both of scales, and bf16 columns, of one group."""
     groups: tl.constexpr = WIDTH // _GROUP
     offs_g = tl.arange(0, groups)
     word_ptr = ptr.to(tl.pointer_type(tl.int32))
     low = tl.load(word_ptr + scales, mask=counts, other=0)
     high = tl.load(word_ptr + scales + 1, mask=counts, other=0)
+    # Held from turn to turn as bf16 they would be taken apart, and so waited for, at once.
+    pairs = tl.arange(0, _GROUP // 2)
+    tail_ptrs = word_ptr + (data + OWN // 4)[:, None] + pairs[None, :]
+    tail = tl.load(tail_ptrs, mask=counts[:, None] & (pairs < ROPE // 2)[None, :], other=0)
     # What does not count is read too, and multiplied by 0 later: no code becomes an infinity or NaN.
     columns = (offs_g * (_GROUP // 4))[:, None] + tl.arange(0, _GROUP // 4)[None, :]
     mask_g = (offs_g * _GROUP < OWN)[None, :, None]
     words = tl.load(word_ptr + data[:, None, None] + columns[None, :, :], mask=mask_g, other=0)
-    return words, low, high, tail_of(ptr, data, counts, OWN, OWN, ROPE, _GROUP)
+    return words, low, high, tail
 
 
 @triton.jit
@@ -129,12 +133,17 @@ def decoded(words, low, high, tail, OWN: tl.constexpr):
     odd = (odd & -0x7FFF8000) | ((odd >> 4) & 0x07F007F0)
     even = (even & -0x7FFF8000) | ((even >> 4) & 0x07F007F0)
     # A word's codes in order: even, odd of the low halves, then of the high ones.
-    evens = tl.join(even.to(tl.int16), (even >> 16).to(tl.int16))
-    odds = tl.join(odd.to(tl.int16), (odd >> 16).to(tl.int16))
-    codes = tl.reshape(tl.join(evens, odds), (keys, groups, _GROUP))
+    codes = tl.reshape(tl.join(_halves(even), _halves(odd)), (keys, groups, _GROUP))
     # The exponent's bias is 120 more.
     x = (codes.to(tl.bfloat16, bitcast=True) * 1.329227995784916e36) * factor[:, :, None]
-    return with_tail(tl.reshape(x, (keys, groups * _GROUP)), tail, OWN)
+    last = tl.reshape(_halves(tail), (keys, _GROUP)).to(tl.bfloat16, bitcast=True)
+    return with_tail(tl.reshape(x, (keys, groups * _GROUP)), last, OWN)
+
+
+@triton.jit
+def _halves(words):
+    """The low and the high half of each word, a last dimension of int16."""
+    return tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
 
 
 @triton.jit

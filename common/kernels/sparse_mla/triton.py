@@ -156,6 +156,14 @@ def split(arch: Architecture, programs: int, blocks: int) -> int:
     return max(1, min(arch.units // programs, blocks, MOST_SPLITS))
 
 
+def join_tile(arch: Architecture, parts: int) -> tuple[int, int]:
+    """(columns, warps) of a program that joins so many parts, a power of two."""
+    if arch.has_grf_modes:
+        return max(16, 1024 // parts), 4
+    # A thread has all parts of its four columns, up to 16: nothing is exchanged.
+    return (512, 4) if parts <= 16 else (128, 2)
+
+
 def _attend(
     q: Tensor,
     window: Tensor,
@@ -251,9 +259,10 @@ def _attend(
         )
         if splits > 1:
             block_splits = next_power_of_2(splits)
-            block_k = min(width, max(16, 1024 // block_splits))
+            columns, warps = join_tile(arch, block_splits)
+            block_k = min(width, columns)
             _join_kernel[(B * T * H, cdiv(K, block_k))](
-                out, tops, y, splits, K=K, BLOCK_SPLITS=block_splits, BLOCK_K=block_k, num_warps=4
+                out, tops, y, splits, K=K, BLOCK_SPLITS=block_splits, BLOCK_K=block_k, num_warps=warps
             )
     return y
 
