@@ -21,6 +21,7 @@ from xpu_ports.common.kernels.mhc.triton import (
     _mhc_split_kernel,
     _mixed,
     _pieces,
+    _raw_streams,
     _refuses_post,
     _refuses_rows,
     _units,
@@ -66,6 +67,7 @@ def _mhc_post_dot_kernel(
     R: tl.constexpr,
     COLUMNS: tl.constexpr,
     TURN: tl.constexpr,
+    AHEAD: tl.constexpr,
     DIMS: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -75,7 +77,7 @@ def _mhc_post_dot_kernel(
     """BLOCK_T tokens' COLUMNS columns of all streams, and these columns' products with all rows.
 
     TURN: fn is the left operand. Its rows are fewer than units of four warps take, which on the right would want the
-    new streams from registers inside a loop.
+    new streams from registers inside a loop. AHEAD: the next columns are loaded before these are worked on.
     """
     parts: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
@@ -91,11 +93,28 @@ def _mhc_post_dot_kernel(
     post_ptrs, comb_ptrs = post_ptr + rows * S, comb_ptr + rows * (S * S)
     acc = tl.zeros((BLOCK_R, BLOCK_T) if TURN else (BLOCK_T, BLOCK_R), dtype=tl.float32)
     squares = tl.zeros((BLOCK_T, BLOCK_K // VECTOR), dtype=tl.float32)
-    for d in range(part * COLUMNS, min(D, part * COLUMNS + COLUMNS), BLOCK_K):
+    end = min(D, part * COLUMNS + COLUMNS)
+    offs_d = part * COLUMNS + tl.arange(0, BLOCK_K)
+    if AHEAD:
+        mask_d = mask_n & (offs_d < D)[None, :]
+        y_next = tl.load(y_ptrs + offs_d[None, :], mask=mask_d, other=0.0)
+        x0_next, x1_next, x2_next, x3_next = _raw_streams(x_ptrs + offs_d[None, :], mask_d, stride_x_s, S)
+    for d in range(part * COLUMNS, end, BLOCK_K):
         offs_d = d + tl.arange(0, BLOCK_K)
         mask = mask_n & (offs_d < D)[None, :]
-        y = tl.load(y_ptrs + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-        x0, x1, x2, x3 = _load_streams(x_ptrs + offs_d[None, :], mask, stride_x_s, S)
+        if AHEAD:
+            y, x0, x1, x2, x3 = y_next, x0_next, x1_next, x2_next, x3_next
+            # Not past this part; told by one number, which leaves loads whole.
+            in_part = tl.zeros((1, BLOCK_K), dtype=tl.int32) + (d + BLOCK_K) < end
+            mask_d = mask_n & (offs_d + BLOCK_K < D)[None, :] & in_part
+            y_next = tl.load(y_ptrs + offs_d[None, :] + BLOCK_K, mask=mask_d, other=0.0)
+            x_next_ptrs = x_ptrs + offs_d[None, :] + BLOCK_K
+            x0_next, x1_next, x2_next, x3_next = _raw_streams(x_next_ptrs, mask_d, stride_x_s, S)
+        else:
+            y = tl.load(y_ptrs + offs_d[None, :], mask=mask, other=0.0)
+            x0, x1, x2, x3 = _raw_streams(x_ptrs + offs_d[None, :], mask, stride_x_s, S)
+        y, x0, x1 = y.to(tl.float32), x0.to(tl.float32), x1.to(tl.float32)
+        x2, x3 = x2.to(tl.float32), x3.to(tl.float32)
         if TURN:
             fn_ptrs = fn_ptr + offs_r.to(tl.int64)[:, None] * stride_f + offs_d[None, :]
             mask_w = (offs_r < R)[:, None] & (offs_d < D)[None, :]
@@ -259,7 +278,7 @@ def post_tile(arch: Architecture, R: int, dtype: torch.dtype, units: str) -> Pos
         return PostTile(16, block_r, 16, 4 if dtype == torch.bfloat16 else 8, registers=256)
     if units == "some":
         return PostTile(16, block_r, 32, 4)
-    return PostTile(64, block_r, 16, 4, 2)
+    return PostTile(64, block_r, 32, 8) if dtype == torch.bfloat16 else PostTile(64, block_r, 16, 8)
 
 
 @mhc_post_products.implement("triton", "xpu", "cuda", refuses=_refuses)
@@ -288,7 +307,9 @@ def mhc_post_products_triton(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, f
             options |= {"VECTOR": vector, "BLOCK_S": block_s}
         else:
             run = _mhc_post_dot_kernel
-            options |= {"VECTOR": 8, "TURN": arch.name == "nvidia"}
+            # Registers for both are NVIDIA's alone.
+            nvidia = arch.name == "nvidia"
+            options |= {"VECTOR": 8, "TURN": nvidia, "AHEAD": nvidia and units == "many"}
         if units == "many":
             pieces = torch.empty((3, R, S * D), dtype=torch.bfloat16, device=x.device)
             _mhc_split_kernel[(R, cdiv(S * D, SPLIT_COLUMNS))](

@@ -403,7 +403,7 @@ def _dot(x: Tensor, fn: Tensor, sizes: list[int], stride_x: list[int], arch: Arc
 
 
 @triton.jit
-def _load_streams(x_ptrs, mask, stride_s, S: tl.constexpr):
+def _raw_streams(x_ptrs, mask, stride_s, S: tl.constexpr):
     """Some columns of four streams; those beyond S are the last one's."""
     x0 = tl.load(x_ptrs, mask=mask, other=0.0)
     x1, x2, x3 = x0, x0, x0
@@ -416,6 +416,13 @@ def _load_streams(x_ptrs, mask, stride_s, S: tl.constexpr):
     if S > 3:
         x_ptrs += stride_s
         x3 = tl.load(x_ptrs, mask=mask, other=0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _load_streams(x_ptrs, mask, stride_s, S: tl.constexpr):
+    """As `_raw_streams`, in fp32."""
+    x0, x1, x2, x3 = _raw_streams(x_ptrs, mask, stride_s, S)
     return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
 
 
