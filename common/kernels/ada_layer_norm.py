@@ -76,6 +76,16 @@ def _refuses(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> str 
     return refuses_conditioned(x, (), (scale, shift))
 
 
+@triton.jit
+def modulated(x, scale, shift, mask_d, eps, D: tl.constexpr):
+    """The norm of rows x [BLOCK_M, BLOCK_D] of D elements, all fp32."""
+    # Divided exactly: of a constant row a mean that is off by its last bit comes back 1 / sqrt(eps) times as large.
+    centred = tl.where(mask_d, x - tl.div_rn(tl.sum(x, axis=1), D * 1.0)[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / D + eps)[:, None]
+    # y = (x - mean) * rstd * (1 + scale) + shift
+    return centred * rstd * (1.0 + scale) + shift
+
+
 @kernel
 @triton.jit
 def _ada_layer_norm_kernel(
@@ -102,16 +112,12 @@ def _ada_layer_norm_kernel(
     mask_d = (offs_d < D)[None, :]
     mask = (row < rows)[:, None] & mask_d
     x = tl.load(x_ptr + (b * stride_x_b + t * stride_x_t)[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    x = x.to(tl.float32)
-    # Divided exactly: of a constant row a mean that is off by its last bit comes back 1 / sqrt(eps) times as large.
-    centred = tl.where(mask_d, x - tl.div_rn(tl.sum(x, axis=1), D * 1.0)[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / D + eps)[:, None]
     offs_scale = (b * stride_scale_b + t * stride_scale_t)[:, None] + offs_d[None, :]
     offs_shift = (b * stride_shift_b + t * stride_shift_t)[:, None] + offs_d[None, :]
+    # Asked for with x, not after the sums.
     scale = tl.load(scale_ptr + offs_scale, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(shift_ptr + offs_shift, mask=mask, other=0.0).to(tl.float32)
-    # y = (x - mean) * rstd * (1 + scale) + shift
-    y = centred * rstd * (1.0 + scale) + shift
+    y = modulated(x.to(tl.float32), scale, shift, mask_d, eps, D)
     tl.store(y_ptr + row[:, None] * D + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -125,6 +131,9 @@ def tile(arch: Architecture, D: int) -> RowTile:
     """8 elements a lane of each of the three, which is 16 bytes in 16 bits; half of it where registers are few."""
     block_d = next_power_of_2(D)
     block_m = max(1, min(16, 1024 // block_d))
+    if arch.name == "nvidia" and block_d >= 2048:
+        # 32 elements a lane: sums of fewer warps wait less for each other.
+        return RowTile(1, block_d, min(16, block_d // 1024))
     return RowTile(block_m, block_d, max(1, min(32, block_m * block_d // (128 if arch.name == "arc-a" else 256))))
 
 
