@@ -441,12 +441,17 @@ class DeepseekV4HyperHead(nn.Module):
         return mhc_head(x, self.hc_fn, self.hc_scale, self.hc_base, self.norm_eps, self.eps, products)
 
 
+# Tokens of which products made early save time, as measured on an H200.
+PRODUCTS_OF = 8
+
+
 def streams_after(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, fn: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The streams x [B, T, S, D] with a layer's output y [B, T, D] put in, and what who reads them next has to make.
 
-    That are products with its weights fn, which are left to it where None are known.
+    That are products with its weights fn, which are left to it where None are known, and of more than some tokens, of
+    which it reads the streams sooner than they are multiplied here.
     """
-    if fn is None:
+    if fn is None or y.shape[:-1].numel() > PRODUCTS_OF:
         return mhc_post(y, x, post, comb), None
     return mhc_post_products(y, x, post, comb, fn)
 

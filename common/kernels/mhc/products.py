@@ -21,7 +21,6 @@ from xpu_ports.common.kernels.mhc.triton import (
     _mhc_split_kernel,
     _mixed,
     _pieces,
-    _raw_streams,
     _refuses_post,
     _refuses_rows,
     _units,
@@ -32,6 +31,9 @@ from xpu_ports.common.kernels.skinny_linear.triton import in_lane_sum
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 from xpu_ports.common.tuning import tunable
+
+# Up to here NVIDIA's matrix units, which take 16 tokens, gain nothing.
+SEVERAL_TOKENS = 8
 
 
 def _refuses(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, fn: Tensor) -> str | None:
@@ -67,7 +69,6 @@ def _mhc_post_dot_kernel(
     R: tl.constexpr,
     COLUMNS: tl.constexpr,
     TURN: tl.constexpr,
-    AHEAD: tl.constexpr,
     DIMS: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -77,7 +78,7 @@ def _mhc_post_dot_kernel(
     """BLOCK_T tokens' COLUMNS columns of all streams, and these columns' products with all rows.
 
     TURN: fn is the left operand. Its rows are fewer than units of four warps take, which on the right would want the
-    new streams from registers inside a loop. AHEAD: the next columns are loaded before these are worked on.
+    new streams from registers inside a loop.
     """
     parts: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
@@ -93,28 +94,11 @@ def _mhc_post_dot_kernel(
     post_ptrs, comb_ptrs = post_ptr + rows * S, comb_ptr + rows * (S * S)
     acc = tl.zeros((BLOCK_R, BLOCK_T) if TURN else (BLOCK_T, BLOCK_R), dtype=tl.float32)
     squares = tl.zeros((BLOCK_T, BLOCK_K // VECTOR), dtype=tl.float32)
-    end = min(D, part * COLUMNS + COLUMNS)
-    offs_d = part * COLUMNS + tl.arange(0, BLOCK_K)
-    if AHEAD:
-        mask_d = mask_n & (offs_d < D)[None, :]
-        y_next = tl.load(y_ptrs + offs_d[None, :], mask=mask_d, other=0.0)
-        x0_next, x1_next, x2_next, x3_next = _raw_streams(x_ptrs + offs_d[None, :], mask_d, stride_x_s, S)
-    for d in range(part * COLUMNS, end, BLOCK_K):
+    for d in tl.range(part * COLUMNS, min(D, part * COLUMNS + COLUMNS), BLOCK_K, num_stages=1):
         offs_d = d + tl.arange(0, BLOCK_K)
         mask = mask_n & (offs_d < D)[None, :]
-        if AHEAD:
-            y, x0, x1, x2, x3 = y_next, x0_next, x1_next, x2_next, x3_next
-            # Not past this part; told by one number, which leaves loads whole.
-            in_part = tl.zeros((1, BLOCK_K), dtype=tl.int32) + (d + BLOCK_K) < end
-            mask_d = mask_n & (offs_d + BLOCK_K < D)[None, :] & in_part
-            y_next = tl.load(y_ptrs + offs_d[None, :] + BLOCK_K, mask=mask_d, other=0.0)
-            x_next_ptrs = x_ptrs + offs_d[None, :] + BLOCK_K
-            x0_next, x1_next, x2_next, x3_next = _raw_streams(x_next_ptrs, mask_d, stride_x_s, S)
-        else:
-            y = tl.load(y_ptrs + offs_d[None, :], mask=mask, other=0.0)
-            x0, x1, x2, x3 = _raw_streams(x_ptrs + offs_d[None, :], mask, stride_x_s, S)
-        y, x0, x1 = y.to(tl.float32), x0.to(tl.float32), x1.to(tl.float32)
-        x2, x3 = x2.to(tl.float32), x3.to(tl.float32)
+        y = tl.load(y_ptrs + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        x0, x1, x2, x3 = _load_streams(x_ptrs + offs_d[None, :], mask, stride_x_s, S)
         if TURN:
             fn_ptrs = fn_ptr + offs_r.to(tl.int64)[:, None] * stride_f + offs_d[None, :]
             mask_w = (offs_r < R)[:, None] & (offs_d < D)[None, :]
@@ -252,16 +236,18 @@ class PostTile(NamedTuple):
 def _candidates(arch: Architecture, R: int, dtype: torch.dtype, units: str) -> Iterator[PostTile]:
     if arch.name != "nvidia":
         return
-    if units == "few":
-        for block_r in (2, 4, 8):
-            for warps in (1, 2, 4):
-                yield PostTile(1, block_r, 64, warps)
+    if units in ("few", "several"):
+        for block_t in (1, 2, 4):
+            for block_r in (2, 4, 8):
+                for warps in (2, 4):
+                    yield PostTile(block_t, block_r, 64, warps)
         return
-    for block_t in (16,) if units == "some" else (32, 64, 128):
+    for block_t in (32,) if units == "some" else (32, 64):
         for block_k in (16, 32):
             for warps in (4, 8):
-                for stages in (1, 2, 3):
-                    if block_t * block_k <= (256 if dtype == torch.bfloat16 else 128) * warps:
+                # Of one stage streams were not `mhc_post`'s to the last bit.
+                for stages in (2, 3):
+                    if block_t * block_k <= (512 if dtype == torch.bfloat16 else 128) * warps:
                         yield PostTile(block_t, max(16, next_power_of_2(R)), block_k, warps, stages)
 
 
@@ -271,14 +257,18 @@ def post_tile(arch: Architecture, R: int, dtype: torch.dtype, units: str) -> Pos
 
     Five tiles in fp32 and three of fn in pieces are in registers: a small one of some warps.
     """
+    if units == "several":
+        return PostTile(4, 8, 64, 4)
+    if units == "few" and arch.name == "nvidia":
+        return PostTile(2, 4, 64, 2)
     if units == "few":
         return PostTile(1, 4 if arch.name == "arc-a" else 8, 64, 2, registers=256)
     block_r = max(16, next_power_of_2(R))
     if arch.has_grf_modes:
         return PostTile(16, block_r, 16, 4 if dtype == torch.bfloat16 else 8, registers=256)
-    if units == "some":
-        return PostTile(16, block_r, 32, 4)
-    return PostTile(64, block_r, 32, 8) if dtype == torch.bfloat16 else PostTile(64, block_r, 16, 8)
+    if dtype != torch.bfloat16:
+        return PostTile(32, block_r, 16, 4, 3)
+    return PostTile(64 if units == "many" else 32, block_r, 32, 4, 3)
 
 
 @mhc_post_products.implement("triton", "xpu", "cuda", refuses=_refuses)
@@ -293,13 +283,15 @@ def mhc_post_products_triton(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, f
     sizes, (stride_y, stride_x) = row_strides(y, x.select(-2, 0))  # type: ignore[misc]
     arch = architecture(x.device)
     units = _units(arch, N)
+    if units == "some" and arch.name == "nvidia" and N <= SEVERAL_TOKENS:
+        units = "several"
     cut = post_tile(arch, R, x.dtype, units)
     stride_f = fn.stride(0)
     options = {"S": S, "D": D, "R": R, "COLUMNS": columns, "DIMS": dims_used(sizes)}
     options |= {"BLOCK_T": cut.block_t, "BLOCK_R": cut.block_r, "BLOCK_K": cut.block_k}
     programs = cdiv(N, cut.block_t) * part.shape[-2]
     with on_device_of(x):
-        if units == "few":
+        if units in ("few", "several"):
             run, programs = _mhc_post_few_kernel, programs * cdiv(R, cut.block_r)
             block_s = next_power_of_2(S)
             # Columns of fn that one load gives a lane.
@@ -307,9 +299,7 @@ def mhc_post_products_triton(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, f
             options |= {"VECTOR": vector, "BLOCK_S": block_s}
         else:
             run = _mhc_post_dot_kernel
-            # Registers for both are NVIDIA's alone.
-            nvidia = arch.name == "nvidia"
-            options |= {"VECTOR": 8, "TURN": nvidia, "AHEAD": nvidia and units == "many"}
+            options |= {"VECTOR": 8, "TURN": arch.name == "nvidia"}
         if units == "many":
             pieces = torch.empty((3, R, S * D), dtype=torch.bfloat16, device=x.device)
             _mhc_split_kernel[(R, cdiv(S * D, SPLIT_COLUMNS))](
