@@ -332,8 +332,6 @@ def _install(module: nn.Module, how: Divided, group: dist.ProcessGroup, groups: 
     if how.experts is not None:
         experts: Any = module.experts
         experts.forward = _of_own_experts(experts.forward, how.experts)
-        if hasattr(experts, "divided"):
-            experts.divided = True
     if how.span > 1:
         norm: Any = module.norm
         [own] = how.cuts["norm"].dims[0]

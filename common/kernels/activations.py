@@ -12,6 +12,13 @@ def silu(x):
 
 
 @triton.jit
+def limit_both(gate, up, limit):
+    """A gate's upper bound, and the bound of both signs of what it gates. Not by tl.clamp, which may drop NaN."""
+    gate = tl.where(gate > limit, limit, gate)
+    return gate, tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+
+
+@triton.jit
 def gelu(x):
     """x * Phi(x) by the error function."""
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))

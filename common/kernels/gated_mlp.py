@@ -2,8 +2,11 @@
 
     g | u = gate_up + adapter,   y = act(g) * u
 
+With a limit c, act(min(g, c)) * min(max(u, -c), c).
+
 Sources: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6; Glorioso et al., "The Zamba2
-Suite" (arXiv:2411.15242), section 2, for adapters on a shared layer.
+Suite" (arXiv:2411.15242), section 2, for adapters on a shared layer; for the limit the inference code of DeepSeek-V4,
+class Expert.
 """
 
 from __future__ import annotations
@@ -30,13 +33,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @op
-def gated_activation(gate_up: Tensor, adapter: Tensor | None, activation: str) -> Tensor:
+def gated_activation(
+    gate_up: Tensor, adapter: Tensor | None, activation: str, limit: float | None = None
+) -> Tensor:
     """act(first half) * second half of the last dimension.
 
     Args:
         gate_up: [..., 2 F], the fused projection's output, or a slice of a wider one: any row strides.
         adapter: [..., 2 F], added to it in fp32; any row strides. None for nothing.
         activation: "gelu" (by the error function), "gelu_tanh" or "silu".
+        limit: the first half's upper bound and the bound of both signs of the second, NaN stays; None for no bounds.
 
     Returns:
         [..., F] in gate_up's dtype, rounded once. No backward of its own.
@@ -48,7 +54,10 @@ def gated_activation(gate_up: Tensor, adapter: Tensor | None, activation: str) -
     total = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
     if adapter is not None:
         total = total + adapter.to(total.dtype)
-    return (ACTIVATIONS[activation](total[..., :half]) * total[..., half:]).to(gate_up.dtype)
+    gate, up = total[..., :half], total[..., half:]
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
 
 
 def half_of(width: int, activation: str) -> int:
@@ -64,7 +73,9 @@ def half_of(width: int, activation: str) -> int:
     return width // 2
 
 
-def _refuses(gate_up: Tensor, adapter: Tensor | None, activation: str) -> str | None:
+def _refuses(
+    gate_up: Tensor, adapter: Tensor | None, activation: str, limit: float | None = None
+) -> str | None:
     return refuses_rows(gate_up, None) if adapter is None else refuses_rows(gate_up, None, adapter)
 
 
@@ -74,6 +85,7 @@ def _gated_activation_kernel(
     x_ptr,
     adapter_ptr,
     y_ptr,
+    limit,
     n1,
     n2,
     stride_x_0,
@@ -86,6 +98,7 @@ def _gated_activation_kernel(
     DIMS: tl.constexpr,
     ADAPTER: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
     tiles: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
@@ -100,6 +113,8 @@ def _gated_activation_kernel(
         adapter_ptr += row_offset(row, n1, n2, stride_a_0, stride_a_1, stride_a_2, DIMS)
         gate += tl.load(adapter_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         up += tl.load(adapter_ptr + F + offs, mask=mask, other=0.0).to(tl.float32)
+    if LIMIT:
+        gate, up = activations.limit_both(gate, up, limit)
     # y = act(g) * u
     if ACTIVATION == "gelu":
         y = activations.gelu(gate) * up
@@ -111,7 +126,9 @@ def _gated_activation_kernel(
 
 
 @gated_activation.implement("triton", "xpu", "cuda", refuses=_refuses)
-def gated_activation_triton(gate_up: Tensor, adapter: Tensor | None, activation: str) -> Tensor:
+def gated_activation_triton(
+    gate_up: Tensor, adapter: Tensor | None, activation: str, limit: float | None = None
+) -> Tensor:
     half = half_of(gate_up.shape[-1], activation)
     y = torch.empty((*gate_up.shape[:-1], half), dtype=gate_up.dtype, device=gate_up.device)
     if y.numel() == 0:
@@ -128,6 +145,7 @@ def gated_activation_triton(gate_up: Tensor, adapter: Tensor | None, activation:
             gate_up,
             gate_up if adapter is None else adapter,
             y,
+            0.0 if limit is None else limit,
             sizes[1],
             sizes[2],
             *strides[0],
@@ -136,6 +154,7 @@ def gated_activation_triton(gate_up: Tensor, adapter: Tensor | None, activation:
             DIMS=dims_used(sizes),
             ADAPTER=adapter is not None,
             ACTIVATION=activation,
+            LIMIT=limit is not None,
             BLOCK_F=block,
             num_warps=warps,
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from xpu_ports.common.bench.case import Args, Case, Draw, count, sample_rows
 from xpu_ports.quant.mxfp4.format import BLOCK, dequantize
+from xpu_ports.quant.mxfp4.kernels.mxfp4_experts import mxfp4_experts
 from xpu_ports.quant.mxfp4.kernels.mxfp4_grouped_linear import mxfp4_grouped_linear
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import mxfp4_linear, mxfp4_linear_a4
 from xpu_ports.quant.mxfp4.kernels.mxfp4_quantize import mxfp4_quantize
@@ -67,6 +68,33 @@ def _grouped_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tenso
     return (x[:4], packed[:, some], scale[:, some], experts[:4]), [outputs[0][:4, ..., some]]
 
 
+def _experts(size: Size, draw: Draw) -> Args:
+    T, E, A, D, F = (size[letter] for letter in "TEADF")
+    indices = draw.uniform(0, 1, T, E, dtype=torch.float32).argsort(-1)[:, :A].contiguous()
+    weights = draw.uniform(0, 1, T, A, dtype=torch.float32)
+    return draw(T, D), *_weight(draw, E, 2 * F, D), *_weight(draw, E, D, F), indices, weights, 10.0
+
+
+def _experts_flops(size: Size) -> int:
+    return 6 * size["T"] * size["A"] * size["D"] * size["F"]
+
+
+def _experts_elementwise(size: Size) -> int:
+    T, E, A, D, F = (size[letter] for letter in "TEADF")
+    return 6 * min(E, T * A) * D * F + T * A * (6 * F + 2 * D)
+
+
+def _experts_not_chosen(args: Args) -> int:
+    """Bytes of the experts that no token was sent to."""
+    _, *packed, indices, _, _ = args
+    return (packed[0].shape[0] - indices.unique().numel()) * sum(t[0].numel() for t in packed)
+
+
+def _experts_sample(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
+    x, *packed, indices, weights, limit = args
+    return (x[:2], *packed, indices[:2], weights[:2], limit), [outputs[0][:2]]
+
+
 def dense_linear(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
     """The layer with its weight in x's dtype."""
     return functools.partial(F.linear, x, dequantize(packed, scale, x.dtype), bias)
@@ -117,5 +145,17 @@ CASES = (
         _other_experts,
         compiles=False,
         elementwise=_decoded,
+    ),
+    Case(
+        "mxfp4_experts",
+        mxfp4_experts,
+        tuple(f"T{T}-E64-A6-D4096-F2048" for T in (1, 8, 32)),
+        _experts,
+        {},
+        _experts_sample,
+        _experts_flops,
+        _experts_not_chosen,
+        compiles=False,
+        elementwise=_experts_elementwise,
     ),
 )

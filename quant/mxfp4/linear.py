@@ -12,12 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from xpu_ports.common.kernels.gated_mlp import gated_activation
-from xpu_ports.common.kernels.moe_experts import activate
 from xpu_ports.quant.mxfp4.format import BLOCK, dequantize, quantize
-from xpu_ports.quant.mxfp4.kernels.mxfp4_grouped_linear import mxfp4_grouped_linear
+from xpu_ports.quant.mxfp4.kernels.mxfp4_experts import mxfp4_experts
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import mxfp4_linear, mxfp4_linear_a4
-from xpu_ports.quant.mxfp4.kernels.mxfp4_quantize import mxfp4_quantize
 
 # What a layer's input may be rounded to.
 ACTIVATIONS = (None, "mxfp4")
@@ -124,8 +121,6 @@ class MXFP4Experts(nn.Module):
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations is {activations!r}, expected None or 'mxfp4'")
         self.activations, self.limit = activations, limit
-        # Whether indices may be E, for an expert that another rank has.
-        self.divided = False
         self.gate_up_proj_packed, self.gate_up_proj_scale = _empty((experts, 2 * width, hidden_size), device)
         self.down_proj_packed, self.down_proj_scale = _empty((experts, hidden_size, width), device)
 
@@ -158,29 +153,23 @@ class MXFP4Experts(nn.Module):
 
         Args:
             x: [N, D].
-            indices: [N, A], int64, in [0, E), or [0, E] where experts are divided among ranks.
+            indices: [N, A], int64, in [0, E]; E is an expert that another rank has.
             weights: [N, A], fp32, what each of them counts.
 
         Returns:
             [N, D] in x's dtype.
         """
-        gate_up = self._input(x), self.gate_up_proj_packed, self.gate_up_proj_scale
-        h = mxfp4_grouped_linear(*gate_up, indices)  # [N, A, 2 F]
-        h = gated_activation(h, None, "silu") if self.limit is None else activate(h, self.limit)  # [N, A, F]
-        down = self._input(h).flatten(0, 1), self.down_proj_packed, self.down_proj_scale
-        y = mxfp4_grouped_linear(*down, indices.flatten()).unflatten(0, indices.shape)  # [N, A, D]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = y.to(wide) * weights[..., None].to(wide)
-        if self.divided:
-            y = y.masked_fill((indices == self.down_proj_packed.shape[0])[..., None], 0.0)
-        return y.sum(1).to(x.dtype)
-
-    def _input(self, x: Tensor) -> Tensor:
-        """What the product sees of x."""
-        if self.activations is None:
-            return x
-        packed, scale = mxfp4_quantize(x)
-        return dequantize(packed, scale, x.dtype)
+        return mxfp4_experts(
+            x,
+            self.gate_up_proj_packed,
+            self.gate_up_proj_scale,
+            self.down_proj_packed,
+            self.down_proj_scale,
+            indices,
+            weights,
+            self.limit,
+            self.activations is not None,
+        )
 
     def extra_repr(self) -> str:
         E, D, packed = self.down_proj_packed.shape

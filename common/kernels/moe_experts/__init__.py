@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xpu_ports.common.dispatch import op
+from xpu_ports.common.kernels.gated_mlp import gated_activation
 
 
 def _fake(
@@ -75,15 +76,7 @@ def moe_experts(
 
 def mlp(x: Tensor, gate_up: Tensor, down: Tensor, limit: float | None) -> Tensor:
     """One expert on [N, D]."""
-    return F.linear(activate(F.linear(x, gate_up), limit), down)
-
-
-def activate(gate_up: Tensor, limit: float | None) -> Tensor:
-    """silu(g) * u of g | u, [..., 2 F] to [..., F]."""
-    g, u = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
-    if limit is not None:
-        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    return (F.silu(g) * u).to(gate_up.dtype)
+    return F.linear(gated_activation.reference(F.linear(x, gate_up), None, "silu", limit), down)
 
 
 # Registered in this order, which is that of preference.

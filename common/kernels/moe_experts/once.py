@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from xpu_ports.common.device import Architecture
-from xpu_ports.common.kernels.activations import silu
+from xpu_ports.common.kernels.activations import limit_both, silu
 from xpu_ports.common.tritonlib import cdiv, kernel, next_power_of_2, tl, triton
 
 # A few tokens read what they share from the cache as fast; of many each program would read more than weights.
@@ -120,9 +120,7 @@ def _gate_up_once_kernel(
         counts = (tl.sum(here.to(tl.int32), axis=1) > 0) | (p == choices)
         g, u = tl.split(tl.permute(tl.reshape(acc, (BLOCK_F, 2, BLOCK_N)), (0, 2, 1)))
         if LIMIT:
-            # Not tl.clamp and the like, which would drop NaN.
-            g = tl.where(g > limit, limit, g)
-            u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+            g, u = limit_both(g, u, limit)
         h = tl.where(counts[None, :], silu(g) * u * weight[None, :], 0.0).to(h_ptr.dtype.element_ty)
         offs_f = pid // places * BLOCK_F + tl.arange(0, BLOCK_F)
         h_ptrs = h_ptr + (p * N + offs_n).to(tl.int64)[None, :] * F + offs_f[:, None]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from xpu_ports.common.device import Architecture, architecture, grf_options
-from xpu_ports.common.kernels.activations import silu
+from xpu_ports.common.kernels.activations import limit_both, silu
 from xpu_ports.common.kernels.moe_experts import moe_experts, once
 from xpu_ports.common.kernels.skinny_linear.triton import in_lane_sum
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, cdiv, kernel, next_power_of_2, on_device_of, tl, triton
@@ -156,9 +156,7 @@ def _gate_up_kernel(
     acc = dot_rows(x_ptr + n * stride_x_n, w_ptrs, offs_f < tl.where(here, width, 0), D, D, BLOCK_K, VECTOR)
     g, u = tl.split(tl.reshape(tl.sum(acc, axis=2), (BLOCK_F, 2)))
     if LIMIT:
-        # Not tl.clamp and the like, which would drop NaN.
-        g = tl.where(g > limit, limit, g)
-        u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+        g, u = limit_both(g, u, limit)
     offs_f = pid // pairs * BLOCK_F + tl.arange(0, BLOCK_F)
     h = (silu(g) * u).to(h_ptr.dtype.element_ty)
     tl.store(h_ptr + pair * F + offs_f, h, mask=offs_f < F)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xpu_ports.common.kernels.gated_mlp import gated_activation
-from xpu_ports.common.kernels.moe_experts import activate, moe_experts
+from xpu_ports.common.kernels.moe_experts import moe_experts
 from xpu_ports.common.kernels.skinny_linear import linear
 
 
@@ -32,10 +32,6 @@ def _refuses(
     return None
 
 
-def _act(h: Tensor, limit: float | None) -> Tensor:
-    return gated_activation(h, None, "silu") if limit is None else activate(h, limit)
-
-
 @moe_experts.implement("pytorch", "xpu", "cuda", refuses=_refuses)
 def moe_experts_pytorch(
     x: Tensor,
@@ -58,7 +54,7 @@ def moe_experts_pytorch(
         sizes.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
         # Rows of expert E, which another device has, come behind the last end: they are not computed.
         ends = sizes[:E].cumsum(0, dtype=torch.int32)
-        h = _act(F.grouped_mm(x[order // A], gate_up.mT, offs=ends), limit)  # [N A, F]
+        h = gated_activation(F.grouped_mm(x[order // A], gate_up.mT, offs=ends), None, "silu", limit)  # [N A, F]
         h = F.grouped_mm(h, down.mT, offs=ends)  # [N A, D]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(N * A, device=x.device))
         # Those count nothing. The row in their place is one that is computed, or zeros where none is.
@@ -66,5 +62,5 @@ def moe_experts_pytorch(
         h[:1].masked_fill_(ends[-1:, None] == 0, 0.0)
         y = (h[place * here].unflatten(0, (N, A)).float() * (weights * here.view(N, A))[..., None]).sum(1)
     if shared_gate_up is not None:
-        y = y + linear(_act(linear(x, shared_gate_up), limit), shared_down)
+        y = y + linear(gated_activation(linear(x, shared_gate_up), None, "silu", limit), shared_down)
     return y.to(x.dtype)

@@ -80,19 +80,24 @@ def _refuses(x: Tensor, packed: Tensor, scale: Tensor, experts: Tensor) -> str |
 @mxfp4_grouped_linear.implement("triton", "xpu", "cuda", refuses=_refuses)
 def mxfp4_grouped_linear_triton(x: Tensor, packed: Tensor, scale: Tensor, experts: Tensor) -> Tensor:
     check_arguments(x, packed, scale, experts)
-    M, K = x.shape
-    E, N = packed.shape[:2]
-    y = torch.empty((*experts.shape, N), dtype=x.dtype, device=x.device)
+    y = torch.empty((*experts.shape, packed.shape[1]), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    flat = experts.reshape(-1)
+    multiply(x, packed, scale, y, experts.reshape(-1))
+    return y
+
+
+def multiply(x: Tensor, packed: Tensor, scale: Tensor, y: Tensor, flat: Tensor) -> None:
+    """Fill y, contiguous [.., N] in any floating dtype, a row for each of flat [M A], of x [M, K]."""
+    M, K = x.shape
+    E, N = packed.shape[:2]
     R, arch = flat.numel(), architecture(x.device)
     if R <= LARGEST_UNSORTED or not arch.matrix_units:
         if arch.name == "nvidia":
             row.launch(x, packed, scale, None, y, flat, R // M)
         else:
             vector.launch(x, packed, scale, None, y, 1, flat, R // M)
-        return y
+        return
     # Nothing here waits for the device.
     counts = torch.zeros(E + 1, dtype=torch.int32, device=x.device)
     counts = counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32)).narrow(0, 0, E)
@@ -101,4 +106,3 @@ def mxfp4_grouped_linear_triton(x: Tensor, packed: Tensor, scale: Tensor, expert
         fragments.launch_slices(x, packed, scale, None, y, groups=groups)
     else:
         tiles.launch(x, packed, scale, None, y, tiles.plan(arch, cdiv(R, E), N, K, grouped=True), groups)
-    return y

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from xpu_ports.common.device import Architecture, architecture
+from xpu_ports.common.kernels.activations import limit_both, silu
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
 from xpu_ports.quant.mxfp4.kernels.decoding import multiplied_pair
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear.fragments import launch_slices, sum_slices
@@ -101,6 +102,27 @@ def _add(first, second, scales, x_first, x_second, total, WARPS: tl.constexpr):
     return total + acc * 67108864.0 * factor
 
 
+@triton.jit
+def _is_not_finite(y):
+    """Whether any of y is infinite or NaN."""
+    return tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0) >= 0x7F800000
+
+
+@triton.jit
+def _exact_sums(
+    x_ptr, words_ptr, scale_ptr, row, N, stride_w_n, stride_s_n, K: tl.constexpr, WARPS: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """16 TILES outputs as `fragments.py` makes them."""
+    x_row = x_ptr + row * 0
+    acc, _ = sum_slices(
+        x_row, x_row, words_ptr, scale_ptr, row, N, stride_w_n, stride_s_n, K, 1, WARPS, TILES, 1, 1, True
+    )
+    # Each column is the same row of x.
+    acc = tl.where(tl.arange(0, 8)[None, None, :] == 0, acc, 0.0)
+    return tl.sum(tl.sum(acc, axis=2), axis=0)
+
+
 @kernel
 @triton.jit
 def _row_kernel(
@@ -111,22 +133,32 @@ def _row_kernel(
     experts_ptr,
     y_ptr,
     N,
+    limit,
     stride_x,
     stride_w_e,
     stride_w_n,
     stride_s_e,
     stride_s_n,
+    second_w,
+    second_s,
     share,
     E,
     K: tl.constexpr,
     BIAS: tl.constexpr,
     GROUPED: tl.constexpr,
+    GLU: tl.constexpr,
+    LIMIT: tl.constexpr,
     WARPS: tl.constexpr,
     TILES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """16 TILES outputs of a row, K in turns over the warps; TILES is 1 or 2. GROUPED: each row has an expert."""
-    place = tl.program_id(1)
+    """16 TILES outputs of a row, K in turns over the warps; TILES is 1 or 2. GROUPED: each row has an expert.
+
+    GLU: of N outputs of a gated layer, whose weight has N rows for the gate and then N for what it gates. TILES is 2,
+    16 of each.
+    """
+    # Rows of one expert run side by side: what they share is in the cache.
+    place = tl.program_id(0)
     if GROUPED:
         expert = tl.load(experts_ptr + place).to(tl.int64)
         if expert >= E:
@@ -136,7 +168,8 @@ def _row_kernel(
         x_ptr += (place // share).to(tl.int64) * stride_x
     lane = tl.arange(0, 32 * WARPS)
     offs_g, offs_t, warp = lane // 4 % 8, lane % 4, lane // 32
-    start_n = tl.program_id(0) * (16 * TILES)
+    count: tl.constexpr = 16 if GLU else 16 * TILES
+    start_n = tl.program_id(1) * count
     row = start_n + offs_g
     # A lane gives the product x for column g, which is block g of eight and the weight's from lanes with g % 4.
     own = tl.where(offs_t == offs_g % 4, 0x7180, 0)
@@ -146,6 +179,12 @@ def _row_kernel(
     words_ptrs = (words_ptr + 32 * warp + 4 * offs_t)[:, None] + tl.arange(0, 4)
     scale_ptrs = scale_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (4 * warp + offs_t)
     stride_s = stride_s_n // 2
+    # The second tile.
+    row_1, words_ptrs_1, scale_ptrs_1 = row + 16, words_ptrs, scale_ptrs
+    if GLU:
+        row_1 = row
+        words_ptrs_1 += second_w
+        scale_ptrs_1 += second_s // 2
     total = tl.zeros((WARPS, 16, 8), dtype=tl.float32)
     total_1 = total
     doubles: tl.constexpr = K // 256
@@ -154,7 +193,7 @@ def _row_kernel(
         there = warp < doubles
         a, b, s = _read_rows(words_ptrs, scale_ptrs, row, stride_w_n, stride_s, 0, N, there, masked)
         if TILES == 2:
-            a_1, b_1, s_1 = _read_rows(words_ptrs, scale_ptrs, row + 16, stride_w_n, stride_s, 0, N, there, masked)
+            a_1, b_1, s_1 = _read_rows(words_ptrs_1, scale_ptrs_1, row_1, stride_w_n, stride_s, 0, N, there, masked)
     for d in range(0, doubles, WARPS):
         there = d + warp < doubles
         pairs = _read_block(x_ptrs + 256 * d, there[:, None], masked)
@@ -163,7 +202,9 @@ def _row_kernel(
         there = next_d + warp < doubles
         c, e, f = _read_rows(words_ptrs, scale_ptrs, row, stride_w_n, stride_s, next_d, N, there, masked)
         if TILES == 2:
-            c_1, e_1, f_1 = _read_rows(words_ptrs, scale_ptrs, row + 16, stride_w_n, stride_s, next_d, N, there, masked)
+            c_1, e_1, f_1 = _read_rows(
+                words_ptrs_1, scale_ptrs_1, row_1, stride_w_n, stride_s, next_d, N, there, masked
+            )
         if not AHEAD:
             a, b, s = c, e, f
             if TILES == 2:
@@ -177,18 +218,22 @@ def _row_kernel(
             if TILES == 2:
                 a_1, b_1, s_1 = c_1, e_1, f_1
     y = tl.sum(tl.sum(total, axis=2), axis=0)
-    if TILES == 2:
-        y = tl.reshape(tl.permute(tl.join(y, tl.sum(tl.sum(total_1, axis=2), axis=0)), (1, 0)), (32,))
-    if tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0) >= 0x7F800000:
-        x_row = x_ptr + offs_g * 0
-        acc, _ = sum_slices(
-            x_row, x_row, words_ptr, scale_ptr, row, N, stride_w_n, stride_s_n, K, 1, WARPS, TILES, 1, 1, True
-        )
-        # Each column is the same row of x.
-        acc = tl.where(tl.arange(0, 8)[None, None, :] == 0, acc, 0.0)
-        y = tl.sum(tl.sum(acc, axis=2), axis=0)
-    offs_n = start_n + tl.arange(0, 16 * TILES)
+    offs_n = start_n + tl.arange(0, count)
     mask_n = offs_n < N
+    if GLU:
+        u = tl.sum(tl.sum(total_1, axis=2), axis=0)
+        if _is_not_finite(y) | _is_not_finite(u):
+            y = _exact_sums(x_ptr, words_ptr, scale_ptr, row, N, stride_w_n, stride_s_n, K, WARPS, 1)
+            words_ptr, scale_ptr = words_ptr + second_w, scale_ptr + second_s
+            u = _exact_sums(x_ptr, words_ptr, scale_ptr, row, N, stride_w_n, stride_s_n, K, WARPS, 1)
+        if LIMIT:
+            y, u = limit_both(y, u, limit)
+        y = silu(y) * u
+    else:
+        if TILES == 2:
+            y = tl.reshape(tl.permute(tl.join(y, tl.sum(tl.sum(total_1, axis=2), axis=0)), (1, 0)), (32,))
+        if _is_not_finite(y):
+            y = _exact_sums(x_ptr, words_ptr, scale_ptr, row, N, stride_w_n, stride_s_n, K, WARPS, TILES)
     if BIAS:
         y += tl.load(bias_ptr + offs_n.to(tl.int64), mask=mask_n, other=0.0).to(tl.float32)
     tl.store(y_ptr + place.to(tl.int64) * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask_n)
@@ -203,11 +248,21 @@ class Cut:
     ahead: bool
 
 
-def cut(arch: Architecture, N: int, K: int, rows: int) -> Cut:
-    """By times on an H200, but for what few programs get."""
+def cut(arch: Architecture, N: int, K: int, rows: int, gated: bool = False) -> Cut:
+    """By times on an H200, but for what few programs get; of a gated layer N counts what comes out."""
     few = cdiv(N, 32) * rows < 2 * arch.units
+    if K % (4 * COLUMNS):
+        # Four warps would have nothing to do in a part of the last turn.
+        return Cut(2, 2 if gated else 1, True)
     warps = 8 if few and K >= 8 * COLUMNS else 4
-    return Cut(warps, 1 if few else 2, warps * COLUMNS < K)
+    return Cut(warps, 2 if gated or not few else 1, warps * COLUMNS < K)
+
+
+def suits(x: Tensor, scale: Tensor) -> bool:
+    """Whether this kernel takes rows of x: bf16, whole turns of a warp, and scales that can be read in twos."""
+    K = x.shape[-1]
+    even = all(stride % 2 == 0 for stride in (*scale.stride()[:-1], scale.storage_offset()))
+    return x.dtype == torch.bfloat16 and even and (K % (4 * COLUMNS) == 0 or (K % COLUMNS == 0 and K > 8 * COLUMNS))
 
 
 def launch(
@@ -220,17 +275,39 @@ def launch(
     share: int = 1,
 ) -> None:
     """Fill y, contiguous [rows, N] in any floating dtype: of x's one row, or with experts as `launch_slices`."""
-    N, K = packed.shape[-2], x.shape[-1]
-    rows = y.numel() // N
-    # Scales are read in twos.
-    even = all(stride % 2 == 0 for stride in (*scale.stride()[:-1], scale.storage_offset()))
-    if x.dtype != torch.bfloat16 or K % (4 * COLUMNS) or not even:
+    if suits(x, scale):
+        _launch(x, packed, scale, bias, y, experts, share, False, None)
+    else:
         launch_slices(x, packed, scale, bias, y, experts, share)
-        return
+
+
+def launch_gated(
+    x: Tensor, packed: Tensor, scale: Tensor, y: Tensor, experts: Tensor, share: int, limit: float | None
+) -> None:
+    """Fill y, contiguous [rows, N], of weights with 2 N rows: silu(first half) * second half, within a limit.
+
+    Only of what `suits`.
+    """
+    _launch(x, packed, scale, None, y, experts, share, True, limit)
+
+
+def _launch(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    experts: Tensor | None,
+    share: int,
+    gated: bool,
+    limit: float | None,
+) -> None:
+    N, K = y.shape[-1], x.shape[-1]
+    rows = y.numel() // N
     words, grouped = packed.view(torch.int32), experts is not None
-    how = cut(architecture(x.device), N, K, rows)
+    how = cut(architecture(x.device), N, K, rows, gated)
     with on_device_of(x):
-        _row_kernel[(cdiv(N, 16 * how.tiles), rows)](
+        _row_kernel[(rows, cdiv(N, 16 if gated else 16 * how.tiles))](
             x,
             words,
             scale,
@@ -238,16 +315,21 @@ def launch(
             x if experts is None else experts,
             y,
             N,
+            0.0 if limit is None else limit,
             x.stride(0) if grouped else 0,
             words.stride(0) if grouped else 0,
             words.stride(-2),
             scale.stride(0) if grouped else 0,
             scale.stride(-2),
+            N * words.stride(-2) if gated else 0,
+            N * scale.stride(-2) if gated else 0,
             share,
             packed.shape[0] if grouped else 1,
             K=K,
             BIAS=bias is not None,
             GROUPED=grouped,
+            GLU=gated,
+            LIMIT=limit is not None,
             WARPS=how.warps,
             TILES=how.tiles,
             AHEAD=how.ahead,
