@@ -102,15 +102,16 @@ def model(
         int, typer.Option("--side", min=PIXELS, metavar="PIXELS", help="FLUX.2: of a square picture.")
     ] = 1024,
     text: Annotated[int, typer.Option("--text", min=1, metavar="N", help="FLUX.2: tokens of text.")] = 512,
-    mxfp4: Annotated[bool, typer.Option("--mxfp4", help="FLUX.2: also with packed weights.")] = False,
+    mxfp4: Annotated[bool, typer.Option("--mxfp4", help="With packed weights; of FLUX.2 also with them.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the results here as JSONL.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure prefill and decode through `generate`: captured, eager, and transformers' own class beside them.
 
     Of flux2 a step of the transformer, with diffusers' class beside it. Launches and kernel milliseconds are those of
-    one eager step. With --json one object a line. Under torchrun the layers are divided among its processes, and
-    transformers' class is left out.
+    one eager step. With --mxfp4 all linear layers are packed, of DeepSeek-V4 the experts, as it is published, and no
+    class of transformers is measured. With --json one object a line. Under torchrun the layers are divided among its
+    processes, and transformers' class is left out.
     """
     import torch
 
@@ -136,6 +137,7 @@ def model(
             out if rank() == 0 else None,
             as_json,
             compiled,
+            packed=mxfp4,
         )
 
 

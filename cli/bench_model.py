@@ -25,6 +25,7 @@ from xpu_ports.common.bench.environment import environment
 from xpu_ports.common.bench.files import write_lines
 from xpu_ports.common.bench.ranks import random_model, slowest
 from xpu_ports.common.dispatch import Explanation, explain, reset_explain
+from xpu_ports.quant.mxfp4.quantize import quantize_model
 
 REPEATS = 3
 # transformers' path is slow: fewer tokens give its rate as well.
@@ -70,18 +71,26 @@ def bench_model(
     as_json: bool,
     compiled: bool = False,
     more: Callable[[Any], list[dict[str, Any]]] | None = None,
+    packed: bool = False,
 ) -> None:
     """Measure and report; random weights where no checkpoint is given.
 
     Args:
         compiled: also the decode step through `torch.compile`, without our graphs.
         more: what else to measure of the model, as lines of the results.
+        packed: with its weights in MXFP4, those that its layouts name in NOT_PACKED left as they are.
 
     Raises:
-        ValueError: no such model or layout.
+        ValueError: no such model or layout; weights are to be packed that a checkpoint or ranks have otherwise.
     """
     reset_explain()
+    if packed and (checkpoint is not None or _common.ranks() > 1):
+        raise ValueError("random weights are packed in one process: `xpu-ports convert` makes a checkpoint of others")
+    peer = peer and not packed
     model, theirs = _build(name, layout, checkpoint, device, dtype, peer)
+    if packed:
+        layouts = importlib.import_module(f"xpu_ports.models.{name}.layouts")
+        quantize_model(model, ignore=getattr(layouts, "NOT_PACKED", ()))
     results: list[ModelResult] = []
     for batch in batches:
         for prompt in prompts:
@@ -104,7 +113,8 @@ def bench_model(
     elif peer and theirs is None:
         note = "transformers' class has its weights under other names: it is measured with --checkpoint alone"
         extra.append({"kind": "note", "note": note})
-    _report(name, layout or str(checkpoint), device, dtype, results, explain(show=False), out, as_json, extra)
+    what = layout or str(checkpoint)
+    _report(name, f"{what}-mxfp4" if packed else what, device, dtype, results, explain(show=False), out, as_json, extra)
 
 
 def _build(

@@ -10,6 +10,8 @@ from typing import Any
 from transformers import DeepseekV4Config
 
 YARN = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
+# Layers that the published checkpoints do not have in FP4, which is the experts' alone.
+NOT_PACKED = (r"re:^(?!.*\.experts\.).*",)
 # Tokens of an entry by layer, the last entry that of the MTP layer; all other fields are the config class's defaults.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "flash": {"num_hidden_layers": 43, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]},

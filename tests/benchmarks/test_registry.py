@@ -29,6 +29,7 @@ SMALL = {
     "mxfp4_linear": "T150-N150-K64",
     "mxfp4_linear_a4": "T150-N150-K64",
     "mxfp4_grouped_linear": "T9-E6-A2-N150-K64",
+    "mxfp4_experts": "T9-E6-A2-D64-F32",
     "rms_norm": "T150-N32",
     "add_rms_norm": "T150-N32",
     "rms_norm_backward": "T5-N32",

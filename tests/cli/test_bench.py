@@ -11,6 +11,8 @@ from xpu_ports.cli import bench_model
 from xpu_ports.cli.main import main
 from xpu_ports.common import dispatch
 from xpu_ports.common.bench.files import read_results
+from xpu_ports.models.deepseek_v4 import layouts
+from xpu_ports.quant.mxfp4.linear import MXFP4Experts, MXFP4Linear
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 
@@ -47,6 +49,25 @@ def test_language_models_whose_weights_have_other_names(
     assert "transformers" in capsys.readouterr().out
 
 
+def test_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of DeepSeek-V4 the experts alone, as it is published."""
+    narrow = {"hidden_size": 64, "num_attention_heads": 4, "moe_intermediate_size": 32, "vocab_size": 99}
+    narrow |= {"q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 2, "n_routed_experts": 8}
+    layout = layouts.LAYOUTS["flash-6-layers"]
+    monkeypatch.setitem(layouts.LAYOUTS, "flash-6-layers", {**layout, **narrow})
+    kept = []
+    monkeypatch.setattr(bench_model, "free", kept.append)
+    command = ["bench", "model", "deepseek_v4", "--layout", "flash-6-layers", "--mxfp4", "--device", "cpu"]
+    assert main([*command, "--dtype", "float32", "--prompt", "4", "--new", "8", "--out", str(tmp_path)]) == 0
+    packed = [name for name, module in kept[0].named_modules() if isinstance(module, (MXFP4Linear, MXFP4Experts))]
+    assert packed
+    assert all(name.endswith(".experts") for name in packed), packed
+    results = read_results(next(tmp_path.iterdir()))
+    assert results.environment["layout"] == "flash-6-layers-mxfp4"
+    assert [r["variant"] for r in results.models] == ["eager"]
+    assert "mxfp4_experts" in capsys.readouterr().out
+
+
 def test_a_step_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("diffusers", reason="diffusers is not installed")
     command = ["bench", "model", "flux2", "--checkpoint", str(CHECKPOINTS / "tiny-flux2"), "--device", "cpu"]
@@ -66,6 +87,7 @@ def test_a_step_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (["flux2", "--layout", "5b"], "no FLUX.2 layout is named '5b'"),
         (["flux2", "--side", "100"], "expected a multiple of 16 pixels"),
+        (["zamba2", "--mxfp4", "--checkpoint", str(CHECKPOINTS / "tiny-zamba2")], "random weights are packed"),
         (["flux2", "--checkpoint", str(CHECKPOINTS / "tiny-zamba2")], "no pipeline of diffusers"),
     ],
 )

@@ -532,6 +532,10 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "mxfp4_grouped_linear with two each": lambda: (
         *(torch.randn(3, 64), *_mxfp4(4, 5, 64), torch.tensor([[2, 0], [0, 1], [3, 3]])),
     ),
+    "mxfp4_experts": lambda: (
+        *(torch.randn(3, 64), *_mxfp4(4, 64, 64), *_mxfp4(4, 64, 32)),
+        *(torch.randint(4, (3, 2)), torch.rand(3, 2)),
+    ),
     "moe_experts": lambda: (
         *(torch.randn(5, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)),
         *(torch.randint(4, (5, 2)), torch.rand(5, 2)),
