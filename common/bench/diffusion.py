@@ -15,6 +15,7 @@ from xpu_ports.common.dispatch import Op
 from xpu_ports.common.kernels.ada_layer_norm import ada_layer_norm
 from xpu_ports.common.kernels.concat_swiglu import concat_swiglu
 from xpu_ports.common.kernels.gated_residual import gated_residual
+from xpu_ports.common.kernels.gated_residual_norm import gated_residual_norm
 from xpu_ports.common.kernels.qk_norm_rope import qk_norm_rope
 
 _PEERS = "xpu_ports.common.bench.peers.diffusion"
@@ -40,6 +41,11 @@ def _modulated(size: Mapping[str, int], draw: Draw) -> Args:
 def _residual(size: Mapping[str, int], draw: Draw) -> Args:
     T, N = (size[letter] for letter in "TN")
     return draw(1, T, N), draw(1, T, N), draw(1, 1, 3 * N)[..., 2 * N :], None
+
+
+def _residual_norm(size: Mapping[str, int], draw: Draw) -> Args:
+    T, N = (size[letter] for letter in "TN")
+    return draw(1, T, N), draw(1, T, N), *draw(1, 1, 3 * N).chunk(3, dim=-1), 1e-6, None
 
 
 def _parallel(size: Mapping[str, int], draw: Draw) -> Args:
@@ -72,5 +78,6 @@ CASES = (
     _case("qk_norm_rope", qk_norm_rope, _heads, count(THK=14), "T512-H24-K128", "T4608-H24-K128", "T4608-H48-K128"),
     _case("ada_layer_norm", ada_layer_norm, _modulated, count(TN=9), *_ROWS),
     _case("gated_residual", gated_residual, _residual, count(TN=2), *_ROWS),
+    _case("gated_residual_norm", gated_residual_norm, _residual_norm, count(TN=11), *_ROWS),
     _case("concat_swiglu", concat_swiglu, _parallel, count(TF=5), *(f"T{T}-D{D}-F{3 * D}" for T, D in _SIZES)),
 )

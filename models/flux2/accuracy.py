@@ -28,6 +28,7 @@ from xpu_ports.common.compare.running import release, running, say
 from xpu_ports.common.compare.spool import Spool, spool
 from xpu_ports.common.compare.subject import Options
 from xpu_ports.models.flux2.diffusers_api import DiffusionPipeline
+from xpu_ports.models.flux2.modeling_flux2 import NormedStream
 from xpu_ports.models.flux2.packed import quantize_transformer
 from xpu_ports.models.flux2.pipeline import load_pipeline
 
@@ -65,7 +66,7 @@ def _is_double(args: tuple[Any, ...]) -> bool:
 
 def _put(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not _is_double(args):
-        return (x, *args[1:]), kwargs
+        return (NormedStream(x), *args[1:]), kwargs
     L = args[1].shape[1]
     return (x[:, L:].clone(), x[:, :L].clone(), *args[2:]), kwargs
 
@@ -78,8 +79,8 @@ def _their_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 # The stream is text, then picture.
 OURS = Layers(
     of=blocks,
-    read=lambda args, kwargs: torch.cat([args[1], args[0]], dim=1) if _is_double(args) else args[0],
-    result=lambda out: out if isinstance(out, Tensor) else torch.cat([out[1], out[0]], dim=1),
+    read=lambda args, kwargs: torch.cat([args[1], args[0]], dim=1) if _is_double(args) else args[0].x,
+    result=lambda out: out.x if isinstance(out, NormedStream) else torch.cat([out[1], out[0]], dim=1),
     put=_put,
 )
 THEIRS = Layers(

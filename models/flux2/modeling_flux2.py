@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from xpu_ports.common.kernels.ada_layer_norm import ada_layer_norm
 from xpu_ports.common.kernels.concat_swiglu import concat_swiglu
 from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.gated_residual import gated_residual
+from xpu_ports.common.kernels.gated_residual_norm import gated_residual_norm
 from xpu_ports.common.kernels.qk_norm_rope import qk_norm_rope
 from xpu_ports.models.flux2.diffusers_api import (
     DiffusersFlux2Transformer2DModel,
@@ -320,10 +321,10 @@ class Flux2TransformerBlock(nn.Module):
         y, t = self.attn(
             ada_layer_norm(x, scale, shift, self.eps), ada_layer_norm(text, t_scale, t_shift, self.eps), context, kept
         )
-        x, text = gated_residual(x, y, gate), gated_residual(text, t, t_gate)
-        x = gated_residual(x, self.ff(ada_layer_norm(x, mlp_scale, mlp_shift, self.eps)), mlp_gate)
-        t = self.ff_context(ada_layer_norm(text, t_mlp_scale, t_mlp_shift, self.eps))
-        return x, gated_residual(text, t, t_mlp_gate, _largest(text))
+        x, y = gated_residual_norm(x, y, gate, mlp_scale, mlp_shift, self.eps)
+        text, t = gated_residual_norm(text, t, t_gate, t_mlp_scale, t_mlp_shift, self.eps)
+        x = gated_residual(x, self.ff(y), mlp_gate)
+        return x, gated_residual(text, self.ff_context(t), t_mlp_gate, _largest(text))
 
 
 class Flux2ParallelSelfAttention(_NormedAttention):
@@ -350,19 +351,34 @@ class Flux2ParallelSelfAttention(_NormedAttention):
         return self.to_out(concat_swiglu(attention(q, k, v, context, kept), gate_up))
 
 
+class NormedStream(NamedTuple):
+    """A stream [B, T, D] and its norm, with which the next block begins; None where that is for the block to make."""
+
+    x: Tensor
+    norm: Tensor | None = None
+
+
 class Flux2SingleTransformerBlock(nn.Module):
-    """Single block: attention beside the MLP, on both streams as one."""
+    """Single block: attention beside the MLP, on both streams as one.
+
+    Its sum is normalized for the next block in one go: all have the same modulation.
+    """
 
     def __init__(self, dim: int, heads: int, head_dim: int, inner: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.attn = Flux2ParallelSelfAttention(dim, heads, head_dim, inner, eps)
 
-    def forward(self, x: Tensor, modulation: Tensor, context: Context, kept: Flux2KVLayerCache | None) -> Tensor:
-        """[B, T, D]; the modulation is [B, 1 or T, 3 D]."""
+    def forward(
+        self, stream: NormedStream, modulation: Tensor, context: Context, kept: Flux2KVLayerCache | None
+    ) -> NormedStream:
+        """The modulation is [B, 1 or T, 3 D]."""
         shift, scale, gate = modulation.chunk(3, dim=-1)
-        y = self.attn(ada_layer_norm(x, scale, shift, self.eps), context, kept)
-        return gated_residual(x, y, gate, _largest(x))
+        x, norm = stream
+        if norm is None:
+            norm = ada_layer_norm(x, scale, shift, self.eps)
+        y = self.attn(norm, context, kept)
+        return NormedStream(*gated_residual_norm(x, y, gate, scale, shift, self.eps, _largest(x)))
 
 
 def _largest(x: Tensor) -> float | None:
@@ -531,11 +547,11 @@ class Flux2Transformer2DModel(StrictFlux2Loading, DiffusersFlux2Transformer2DMod
         for i, block in enumerate(self.transformer_blocks):
             layer = None if kept is None else kept.get_double(i)
             x, text = self._run(block, x, text, x_modulation, text_modulation, context, layer)
-        x = torch.cat([text, x], dim=1)
+        stream = NormedStream(torch.cat([text, x], dim=1))
         for i, block in enumerate(self.single_transformer_blocks):
             layer = None if kept is None else kept.get_single(i)
-            x = self._run(block, x, single_modulation, context, layer)
-        return self.proj_out(self.norm_out(x[:, L + references :], temb))
+            stream = self._run(block, stream, single_modulation, context, layer)
+        return self.proj_out(self.norm_out(stream.x[:, L + references :], temb))
 
     def _modulations(self, temb: Tensor) -> tuple[Tensor, Tensor]:
         return self.double_stream_modulation_img(temb), self.single_stream_modulation(temb)

@@ -25,6 +25,7 @@ SMALL = {
     "qk_norm_rope": "T150-H2-K8",
     "ada_layer_norm": "T150-N32",
     "gated_residual": "T150-N32",
+    "gated_residual_norm": "T150-N32",
     "concat_swiglu": "T150-D8-F16",
     "mxfp4_linear": "T150-N150-K64",
     "mxfp4_linear_a4": "T150-N150-K64",

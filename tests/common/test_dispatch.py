@@ -596,6 +596,7 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "ada_layer_norm": lambda: (torch.randn(2, 3, 8), torch.randn(2, 1, 8), torch.randn(1, 1, 8)),
     "gated_residual": lambda: (torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 1, 8)),
     "gated_residual with a limit": lambda: (*torch.randn(2, 2, 3, 8), torch.randn(1, 1, 8), 0.5),
+    "gated_residual_norm": lambda: (*torch.randn(2, 2, 3, 8), *torch.randn(3, 2, 1, 8), 1e-6, 0.5),
     "concat_swiglu": lambda: (torch.randn(2, 3, 4), torch.randn(2, 3, 12)),
     "qk_norm_rope": lambda: (
         *(torch.randn(2, 3, 4, 64), torch.randn(2, 3, 2, 64), [torch.randn(64)], [torch.randn(64)]),

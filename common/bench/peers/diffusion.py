@@ -41,6 +41,16 @@ def gated_residual(x: Tensor, y: Tensor, gate: Tensor, limit: float | None) -> C
     return lambda: x + gate * y
 
 
+def gated_residual_norm(
+    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float, limit: float | None
+) -> Callable[[], Any]:
+    def call() -> tuple[Tensor, Tensor]:
+        total = x + gate * y
+        return total, (1 + scale) * F.layer_norm(total, x.shape[-1:], eps=eps) + shift
+
+    return call
+
+
 def concat_swiglu(x: Tensor, gate_up: Tensor) -> Callable[[], Any]:
     def call() -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

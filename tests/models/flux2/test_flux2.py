@@ -130,7 +130,7 @@ def test_sums_end_at_the_largest_number_of_fp16(kind: str) -> None:
     else:
         joint = torch.cat([text, x], dim=1)
         modulation = torch.cat([small, small, big], dim=-1)
-        out = ours.single_transformer_blocks[0](joint, modulation, context, None)
+        out = ours.single_transformer_blocks[0](modeling_flux2.NormedStream(joint), modulation, context, None).x
         expected = theirs.single_transformer_blocks[0](joint, None, modulation, cos_sin)
     largest = torch.finfo(torch.float16).max
     assert out.isfinite().all()
@@ -187,9 +187,11 @@ def test_every_site_is_fused() -> None:
         got = ours(**given).sample
     assert calls("qk_norm_rope") == {"triton": 5}
     assert calls("concat_swiglu") == {"triton": 3}
-    # Double blocks: two norms and two sums for each stream; the last norm is the model's.
-    assert calls("ada_layer_norm") == {"triton": 4 * 2 + 3 + 1}
-    assert calls("gated_residual") == {"triton": 4 * 2 + 3}
+    # Double blocks: for each stream a norm, a sum that is normalized, a sum. Single blocks: the first one's norm, sums
+    # that are normalized. The last norm is the model's.
+    assert calls("ada_layer_norm") == {"triton": 2 * 2 + 1 + 1}
+    assert calls("gated_residual_norm") == {"triton": 2 * 2 + 3}
+    assert calls("gated_residual") == {"triton": 2 * 2}
     assert calls("gated_activation") == {"triton": 2 * 2}
     assert relative(got, expected) <= NEAR
 
@@ -213,7 +215,8 @@ def test_no_site_falls_back_at_the_released_sizes(
 
         return run
 
-    for name in ("ada_layer_norm", "concat_swiglu", "gated_activation", "gated_residual", "qk_norm_rope"):
+    ops = ("ada_layer_norm", "concat_swiglu", "gated_activation", "gated_residual", "gated_residual_norm")
+    for name in (*ops, "qk_norm_rope"):
         monkeypatch.setattr(modeling_flux2, name, asked(getattr(modeling_flux2, name)))
     config = CONFIG | dict(
         num_layers=1,
@@ -298,8 +301,9 @@ def test_launches_of_the_released_sizes(monkeypatch: pytest.MonkeyPatch, layout:
     double, single = len(model.transformer_blocks), len(model.single_transformer_blocks)
     assert counts["qk_norm_rope"] == counts["attention"] == double + single == sites
     assert counts["concat_swiglu"] == single
-    assert counts["ada_layer_norm"] == 4 * double + single + 1
-    assert counts["gated_residual"] == 4 * double + single
+    assert counts["ada_layer_norm"] == 2 * double + 1 + 1
+    assert counts["gated_residual_norm"] == 2 * double + single
+    assert counts["gated_residual"] == 2 * double
     assert counts["gated_activation"] == 2 * double
     # Text before picture, and cosines beside sines of each sinusoid of a time.
     assert counts["cat"] == 1 + 1 + model.config.guidance_embeds
