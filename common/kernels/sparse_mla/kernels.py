@@ -115,7 +115,9 @@ def _of_window(block, n, before, SPAN: tl.constexpr, RING: tl.constexpr, BLOCK_S
     RING: position p is at slot p mod `before`; else at slot `before` + p - (n - 1).
     """
     offs = block * BLOCK_S + tl.arange(0, BLOCK_S)
-    counts = (offs < SPAN) & (n - SPAN + offs >= 0)
+    counts = n - SPAN + offs >= 0
+    if SPAN % BLOCK_S != 0:
+        counts = counts & (offs < SPAN)
     if RING:
         # One division of scalars: the ring has at least SPAN slots.
         slots = (n - SPAN + before) % before + offs
@@ -130,11 +132,13 @@ def _of_window(block, n, before, SPAN: tl.constexpr, RING: tl.constexpr, BLOCK_S
 def _of_entries(block, indices_ptr, closed, named, stride, NAMED: tl.constexpr, BLOCK_S: tl.constexpr):
     """(slots, whether they count) of a block of the entries named, or of all that are closed; none before block 0."""
     offs = block * BLOCK_S + tl.arange(0, BLOCK_S)
-    counts = (offs >= 0) & (offs < named)
+    # What is negative is large without a sign.
+    counts = offs.to(tl.uint32) < named.to(tl.uint32)
     slots = offs
     if NAMED:
         slots = tl.load(indices_ptr + offs.to(tl.int64) * stride, mask=counts, other=-1).to(tl.int32)
-        counts = (slots >= 0) & (slots < closed)
+        slots = tl.where(slots < closed, slots, -1)
+        counts = slots >= 0
     return slots, counts
 
 
@@ -148,8 +152,10 @@ def _of_either(
     inside = block < window_blocks
     at, counts = _of_window(block, n, before, SPAN, RING, BLOCK_S)
     at_e, counts_e = _of_entries(block - window_blocks, indices_ptr, closed, named, stride_i_a, NAMED, BLOCK_S)
-    counts = tl.where(inside, counts, counts_e)
-    at = tl.where(counts, tl.where(inside, at, at_e), 0)
+    # As numbers: a select of truths takes three operations.
+    at = tl.where(inside, tl.where(counts, at, -1), at_e if NAMED else tl.where(counts_e, at_e, -1))
+    counts = at >= 0
+    at = tl.maximum(at, 0)
     return tl.where(inside, window_ptr, entries_ptr), tl.where(inside, stride_w_s, stride_e_s), at, counts
 
 
@@ -268,11 +274,12 @@ def _sparse_mla_kernel(
             )  # fmt: skip
             data, scales = locate_tokens(at, stride, OWN, ROPE, TOKENS_W)
             c = decoded(words, low, high, tail, OWN)
+            # Before both products, so that their time is the loads' too: issuing 37 KB takes longer than the softmax.
+            words, low, high, tail = whole_tokens(ptr, data, scales, counts, OWN, ROPE, BLOCK_K)
             scores = tl.zeros((BLOCK_H, BLOCK_S), dtype=tl.float32)
             # In a loop Triton sees no chain of two products, of which it has warps share the heads alone.
             for _ in range(one):
                 scores = tl.dot(q, tl.trans(c), scores)
-            words, low, high, tail = whole_tokens(ptr, data, scales, counts, OWN, ROPE, BLOCK_K)
             p, decay, top, total = _weighed(scores * scale + bias[None, :], top, total)
             acc = tl.dot(p.to(c.dtype), c, acc * decay[:, None])
             bias = tl.where(counts, 0.0, float("-inf"))
