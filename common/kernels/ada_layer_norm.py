@@ -128,13 +128,13 @@ def _candidates(arch: Architecture, D: int) -> Iterator[RowTile]:
 
 @tunable("ada_layer_norm", _candidates)
 def tile(arch: Architecture, D: int) -> RowTile:
-    """8 elements a lane of each of the three, which is 16 bytes in 16 bits; half of it where registers are few."""
+    """8 elements a lane of each of the three, which is 16 bytes in 16 bits; a quarter where registers are few."""
     block_d = next_power_of_2(D)
     block_m = max(1, min(16, 1024 // block_d))
     if arch.name == "nvidia" and block_d >= 2048:
         # 32 elements a lane: sums of fewer warps wait less for each other.
         return RowTile(1, block_d, min(16, block_d // 1024))
-    return RowTile(block_m, block_d, max(1, min(32, block_m * block_d // (128 if arch.name == "arc-a" else 256))))
+    return RowTile(block_m, block_d, max(1, min(32, block_m * block_d // (64 if arch.name == "arc-a" else 256))))
 
 
 @ada_layer_norm.implement("triton", "xpu", "cuda", refuses=_refuses)

@@ -33,9 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @op
-def gated_activation(
-    gate_up: Tensor, adapter: Tensor | None, activation: str, limit: float | None = None
-) -> Tensor:
+def gated_activation(gate_up: Tensor, adapter: Tensor | None, activation: str, limit: float | None = None) -> Tensor:
     """act(first half) * second half of the last dimension.
 
     Args:
@@ -73,9 +71,7 @@ def half_of(width: int, activation: str) -> int:
     return width // 2
 
 
-def _refuses(
-    gate_up: Tensor, adapter: Tensor | None, activation: str, limit: float | None = None
-) -> str | None:
+def _refuses(gate_up: Tensor, adapter: Tensor | None, activation: str, limit: float | None = None) -> str | None:
     return refuses_rows(gate_up, None) if adapter is None else refuses_rows(gate_up, None, adapter)
 
 

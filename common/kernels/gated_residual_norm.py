@@ -119,12 +119,8 @@ def gated_residual_norm_triton(
     total, norm = (torch.empty((B, T, D), dtype=x.dtype, device=x.device) for _ in range(2))
     if total.numel() == 0:
         return total, norm
-    # The norm's own tile: sums in another order would differ from it in their last bits. On Arc A, where registers are
-    # few, twice as many lanes, and they may.
-    arch = architecture(x.device)
-    block_m, block_d, warps = tile(arch, D)
-    if arch.name == "arc-a":
-        warps = min(32, 2 * warps)
+    # The norm's own tile: sums in another order would differ from it in their last bits.
+    block_m, block_d, warps = tile(architecture(x.device), D)
     with on_device_of(x):
         _gated_residual_norm_kernel[(cdiv(B * T, block_m),)](
             x,
