@@ -86,8 +86,10 @@ def _gated_residual_norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b, t = row // T, row % T
+    # Divided in 32 bits: for one of 64 a program would wait as long as for the row.
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b, t = (row // T).to(tl.int64), (row % T).to(tl.int64)
+    row = row.to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = (offs_d < D)[None, :]
     mask = (row < rows)[:, None] & mask_d
