@@ -78,12 +78,26 @@ def _refuses(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> str 
 
 @triton.jit
 def modulated(x, scale, shift, mask_d, eps, D: tl.constexpr):
-    """The norm of rows x [BLOCK_M, BLOCK_D] of D elements, all fp32."""
+    """The norm of rows x [BLOCK_M, BLOCK_D] of D elements, fp32."""
     # Divided exactly: of a constant row a mean that is off by its last bit comes back 1 / sqrt(eps) times as large.
     centred = tl.where(mask_d, x - tl.div_rn(tl.sum(x, axis=1), D * 1.0)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / D + eps)[:, None]
     # y = (x - mean) * rstd * (1 + scale) + shift
-    return centred * rstd * (1.0 + scale) + shift
+    return centred * rstd * (1.0 + scale.to(tl.float32)) + shift.to(tl.float32)
+
+
+@triton.jit
+def load_rows(ptr, row, mask, T, stride_b, stride_t, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of [B, T, D], [BLOCK_M, BLOCK_D] in their dtype, which takes few registers until they are needed."""
+    offs_d = tl.arange(0, BLOCK_D)
+    if BLOCK_M == 1:
+        row = tl.program_id(0)
+        ptr += (row // T).to(tl.int64) * stride_b + (row % T).to(tl.int64) * stride_t
+        x = tl.load(ptr + offs_d[None, :], mask=mask, other=0.0)
+    else:
+        at = (row // T).to(tl.int64) * stride_b + (row % T).to(tl.int64) * stride_t
+        x = tl.load(ptr + at[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    return x
 
 
 @kernel
@@ -106,21 +120,16 @@ def _ada_layer_norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Divided in 32 bits: for one of 64 a program would wait as long as for the row.
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b, t = (row // T).to(tl.int64), (row % T).to(tl.int64)
-    row = row.to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = (offs_d < D)[None, :]
     mask = (row < rows)[:, None] & mask_d
-    x = tl.load(x_ptr + (b * stride_x_b + t * stride_x_t)[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    offs_scale = (b * stride_scale_b + t * stride_scale_t)[:, None] + offs_d[None, :]
-    offs_shift = (b * stride_shift_b + t * stride_shift_t)[:, None] + offs_d[None, :]
+    x = load_rows(x_ptr, row, mask, T, stride_x_b, stride_x_t, BLOCK_M, BLOCK_D)
     # Asked for with x, not after the sums.
-    scale = tl.load(scale_ptr + offs_scale, mask=mask, other=0.0).to(tl.float32)
-    shift = tl.load(shift_ptr + offs_shift, mask=mask, other=0.0).to(tl.float32)
+    scale = load_rows(scale_ptr, row, mask, T, stride_scale_b, stride_scale_t, BLOCK_M, BLOCK_D)
+    shift = load_rows(shift_ptr, row, mask, T, stride_shift_b, stride_shift_t, BLOCK_M, BLOCK_D)
     y = modulated(x.to(tl.float32), scale, shift, mask_d, eps, D)
-    tl.store(y_ptr + row[:, None] * D + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row.to(tl.int64)[:, None] * D + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def _candidates(arch: Architecture, D: int) -> Iterator[RowTile]:

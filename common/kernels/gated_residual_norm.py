@@ -16,6 +16,7 @@ from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.ada_layer_norm import (
     ada_layer_norm,
     condition_strides,
+    load_rows,
     modulated,
     refuses_conditioned,
     tile,
@@ -86,21 +87,16 @@ def _gated_residual_norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Divided in 32 bits: for one of 64 a program would wait as long as for the row.
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b, t = (row // T).to(tl.int64), (row % T).to(tl.int64)
-    row = row.to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = (offs_d < D)[None, :]
     mask = (row < rows)[:, None] & mask_d
-    offs = row[:, None] * D + offs_d[None, :]
-    x = tl.load(x_ptr + (b * stride_x_b + t * stride_x_t)[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    y = tl.load(y_ptr + (b * stride_y_b + t * stride_y_t)[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    gate = tl.load(gate_ptr + (b * stride_gate_b + t * stride_gate_t)[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    offs_scale = (b * stride_scale_b + t * stride_scale_t)[:, None] + offs_d[None, :]
-    offs_shift = (b * stride_shift_b + t * stride_shift_t)[:, None] + offs_d[None, :]
-    scale = tl.load(scale_ptr + offs_scale, mask=mask, other=0.0).to(tl.float32)
-    shift = tl.load(shift_ptr + offs_shift, mask=mask, other=0.0).to(tl.float32)
+    offs = row.to(tl.int64)[:, None] * D + offs_d[None, :]
+    x = load_rows(x_ptr, row, mask, T, stride_x_b, stride_x_t, BLOCK_M, BLOCK_D)
+    y = load_rows(y_ptr, row, mask, T, stride_y_b, stride_y_t, BLOCK_M, BLOCK_D)
+    gate = load_rows(gate_ptr, row, mask, T, stride_gate_b, stride_gate_t, BLOCK_M, BLOCK_D)
+    scale = load_rows(scale_ptr, row, mask, T, stride_scale_b, stride_scale_t, BLOCK_M, BLOCK_D)
+    shift = load_rows(shift_ptr, row, mask, T, stride_shift_b, stride_shift_t, BLOCK_M, BLOCK_D)
     # s = x + gate * y
     total = x.to(tl.float32) + gate.to(tl.float32) * y.to(tl.float32)
     if CLIP:

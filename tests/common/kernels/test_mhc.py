@@ -243,12 +243,14 @@ class TestPostProducts:
         ],
     )  # fmt: skip
     def test_what_others_make_of_them(self, run: Runner, T: int, S: int, D: int, rows: int, dtype: torch.dtype) -> None:
-        """Streams are `mhc_post`'s, bit for bit, and products are of them as they are, not of what was rounded."""
+        """Streams are `mhc_post`'s, and products are of them as they are, not of what was rounded."""
         given = back(1, T, S, D, rows, dtype)
         streams, products = run(*given)
         with use_backend(run.target.backend):
             plain = mhc_post(*(t.to(run.target.device) for t in given[:4]))
-        assert torch.equal(streams, plain.cpu())
+        # A compiler is free to fuse a multiplication with an addition in one kernel and not in the other.
+        unit = 0.0 if run.target.device == "cpu" else torch.finfo(dtype).eps
+        torch.testing.assert_close(streams, plain.cpu(), rtol=unit, atol=unit)
         fn = given[4].to(streams.device)
         off = (products.double().sum(-2) - exact(streams, fn)).abs()
         size = streams.flatten(-2).double().norm(dim=-1, keepdim=True)
