@@ -87,17 +87,16 @@ def modulated(x, scale, shift, mask_d, eps, D: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, row, mask, T, stride_b, stride_t, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of [B, T, D], [BLOCK_M, BLOCK_D] in their dtype, which takes few registers until they are needed."""
-    offs_d = tl.arange(0, BLOCK_D)
-    if BLOCK_M == 1:
-        row = tl.program_id(0)
-        ptr += (row // T).to(tl.int64) * stride_b + (row % T).to(tl.int64) * stride_t
-        x = tl.load(ptr + offs_d[None, :], mask=mask, other=0.0)
+def load_rows(ptr, row, mask, T, stride_b, stride_t, SINGLE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of [B, T, D], [rows, BLOCK_D] in their dtype, which takes few registers until they are needed.
+
+    SINGLE: B is 1, and there is nothing to divide, for which a program would wait before it asks for anything.
+    """
+    if SINGLE:
+        at = row.to(tl.int64) * stride_t
     else:
         at = (row // T).to(tl.int64) * stride_b + (row % T).to(tl.int64) * stride_t
-        x = tl.load(ptr + at[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    return x
+    return tl.load(ptr + at[:, None] + tl.arange(0, BLOCK_D)[None, :], mask=mask, other=0.0)
 
 
 @kernel
@@ -117,17 +116,18 @@ def _ada_layer_norm_kernel(
     stride_shift_t,
     eps,
     D: tl.constexpr,
+    SINGLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = (offs_d < D)[None, :]
-    mask = (row < rows)[:, None] & mask_d
-    x = load_rows(x_ptr, row, mask, T, stride_x_b, stride_x_t, BLOCK_M, BLOCK_D)
+    mask = mask_d if BLOCK_M == 1 else (row < rows)[:, None] & mask_d
+    x = load_rows(x_ptr, row, mask, T, stride_x_b, stride_x_t, SINGLE, BLOCK_D)
     # Asked for with x, not after the sums.
-    scale = load_rows(scale_ptr, row, mask, T, stride_scale_b, stride_scale_t, BLOCK_M, BLOCK_D)
-    shift = load_rows(shift_ptr, row, mask, T, stride_shift_b, stride_shift_t, BLOCK_M, BLOCK_D)
+    scale = load_rows(scale_ptr, row, mask, T, stride_scale_b, stride_scale_t, SINGLE, BLOCK_D)
+    shift = load_rows(shift_ptr, row, mask, T, stride_shift_b, stride_shift_t, SINGLE, BLOCK_D)
     y = modulated(x.to(tl.float32), scale, shift, mask_d, eps, D)
     tl.store(y_ptr + row.to(tl.int64)[:, None] * D + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -168,6 +168,7 @@ def ada_layer_norm_triton(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 
             *condition_strides(shift),
             eps,
             D=D,
+            SINGLE=B == 1,
             BLOCK_M=block_m,
             BLOCK_D=block_d,
             num_warps=warps,

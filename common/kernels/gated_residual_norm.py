@@ -84,19 +84,20 @@ def _gated_residual_norm_kernel(
     eps,
     D: tl.constexpr,
     CLIP: tl.constexpr,
+    SINGLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = (offs_d < D)[None, :]
-    mask = (row < rows)[:, None] & mask_d
+    mask = mask_d if BLOCK_M == 1 else (row < rows)[:, None] & mask_d
     offs = row.to(tl.int64)[:, None] * D + offs_d[None, :]
-    x = load_rows(x_ptr, row, mask, T, stride_x_b, stride_x_t, BLOCK_M, BLOCK_D)
-    y = load_rows(y_ptr, row, mask, T, stride_y_b, stride_y_t, BLOCK_M, BLOCK_D)
-    gate = load_rows(gate_ptr, row, mask, T, stride_gate_b, stride_gate_t, BLOCK_M, BLOCK_D)
-    scale = load_rows(scale_ptr, row, mask, T, stride_scale_b, stride_scale_t, BLOCK_M, BLOCK_D)
-    shift = load_rows(shift_ptr, row, mask, T, stride_shift_b, stride_shift_t, BLOCK_M, BLOCK_D)
+    x = load_rows(x_ptr, row, mask, T, stride_x_b, stride_x_t, SINGLE, BLOCK_D)
+    y = load_rows(y_ptr, row, mask, T, stride_y_b, stride_y_t, SINGLE, BLOCK_D)
+    gate = load_rows(gate_ptr, row, mask, T, stride_gate_b, stride_gate_t, SINGLE, BLOCK_D)
+    scale = load_rows(scale_ptr, row, mask, T, stride_scale_b, stride_scale_t, SINGLE, BLOCK_D)
+    shift = load_rows(shift_ptr, row, mask, T, stride_shift_b, stride_shift_t, SINGLE, BLOCK_D)
     # s = x + gate * y
     total = x.to(tl.float32) + gate.to(tl.float32) * y.to(tl.float32)
     if CLIP:
@@ -139,6 +140,7 @@ def gated_residual_norm_triton(
             eps,
             D=D,
             CLIP=limit is not None,
+            SINGLE=B == 1,
             BLOCK_M=block_m,
             BLOCK_D=block_d,
             num_warps=warps,

@@ -250,7 +250,7 @@ class TestPostProducts:
             plain = mhc_post(*(t.to(run.target.device) for t in given[:4]))
         # A compiler is free to fuse a multiplication with an addition in one kernel and not in the other.
         unit = 0.0 if run.target.device == "cpu" else torch.finfo(dtype).eps
-        torch.testing.assert_close(streams, plain.cpu(), rtol=unit, atol=unit)
+        torch.testing.assert_close(streams, plain.cpu(), rtol=unit, atol=4 * unit)
         fn = given[4].to(streams.device)
         off = (products.double().sum(-2) - exact(streams, fn)).abs()
         size = streams.flatten(-2).double().norm(dim=-1, keepdim=True)
