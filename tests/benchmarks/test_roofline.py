@@ -131,7 +131,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = tmp_path / "made" / "x.png"
     assert main(["bench", "roofline", str(H200 / "ops-deepseek_v4.jsonl"), "--out", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert "14 points" in capsys.readouterr().out
+    assert "25 points" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
