@@ -81,8 +81,8 @@ def test_gate_and_what_it_gates_in_one_launch(
     experts: Runner, target: Target, monkeypatch: pytest.MonkeyPatch, D: int, cut: row.Cut | None, limit: float | None
 ) -> None:
     """NVIDIA's kernel for few rows; a scale of NaN, an infinite input and outputs that end within a tile."""
-    if target.backend == "triton" and not tritonlib.INTERPRETED:
-        pytest.skip("only Triton's interpreter runs every architecture's tiles")
+    if target.backend == "triton" and not tritonlib.INTERPRETED and target.device != "cuda":
+        pytest.skip("NVIDIA's kernel: on such a device or in Triton's interpreter")
     if cut:
         monkeypatch.setattr(row, "cut", lambda *_: cut)
     launched = []
