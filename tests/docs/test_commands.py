@@ -131,6 +131,7 @@ NOT_RUN = {
     "xpu-ports bench ops rms_norm chunk_kda --out results": "minutes on a CPU; smaller sizes run in tests/benchmarks",
     "xpu-ports bench model zamba2 --layout 1.2b --batch 1,32 --prompt 128 --new 128 --out results": A_GPU,
     "xpu-ports bench model kimi_linear --checkpoint CKPT --out results": "tests/cli/test_bench.py runs it",
+    "xpu-ports bench model deepseek_v4 --layout flash-6-layers --batch 8 --mxfp4 --out results": A_GPU,
     "xpu-ports bench model flux2 --layout klein-4b --side 1024 --mxfp4 --out results": A_GPU,
     'torchrun --nproc-per-node 2 -m xpu_ports.cli generate CKPT "And God said"': PROCESSES,
     "torchrun --nproc-per-node 2 -m xpu_ports.cli accuracy CKPT": PROCESSES,
