@@ -35,7 +35,7 @@ run() {
 }
 export -f run
 # The longest first, so that no process is left with one of them at the end.
-longest=(tests/common/kernels/test_{kda_chunk,sparse_mla,ssd_chunk_scan}.py xpu_offline/model_sizes.py)
+longest=(tests/common/kernels/test_{kda_chunk,sparse_mla,skinny_linear,ssd_chunk_scan,mhc}.py xpu_offline/model_sizes.py)
 {
     printf '%s\n' "${longest[@]}"
     find tests/common/kernels tests/quant/*/kernels -name "test_*.py" | sort | grep -vxFf <(printf '%s\n' "${longest[@]}")
