@@ -133,7 +133,7 @@ def _ada_layer_norm_kernel(
 
 
 def _candidates(arch: Architecture, D: int) -> Iterator[RowTile]:
-    # Scale and shift are read after the sums: with x they count for two.
+    # Of 16 bits scale and shift have a register together: with x they count for two.
     return row_candidates(arch, D, 2)
 
 

@@ -41,6 +41,17 @@ def _refuses(x: Tensor, y: Tensor, gate: Tensor, limit: float | None = None) -> 
     return refuses_conditioned(x, (y,), (gate,))
 
 
+@triton.jit
+def gated_sum(x, y, gate, limit, CLIP: tl.constexpr):
+    """x + gate * y in fp32, clipped where asked for."""
+    total = x.to(tl.float32) + gate.to(tl.float32) * y.to(tl.float32)
+    if CLIP:
+        # Comparisons let NaN through.
+        total = tl.where(total > limit, limit, total)
+        total = tl.where(total < -limit, -limit, total)
+    return total
+
+
 @kernel
 @triton.jit
 def _gated_residual_kernel(
@@ -66,15 +77,11 @@ def _gated_residual_kernel(
     b, t = row // T, row % T
     offs_d = pid % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = offs_d < D
-    x = tl.load(x_ptr + b * stride_x_b + t * stride_x_t + offs_d, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + b * stride_y_b + t * stride_y_t + offs_d, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + b * stride_gate_b + t * stride_gate_t + offs_d, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + b * stride_x_b + t * stride_x_t + offs_d, mask=mask, other=0.0)
+    y = tl.load(y_ptr + b * stride_y_b + t * stride_y_t + offs_d, mask=mask, other=0.0)
+    gate = tl.load(gate_ptr + b * stride_gate_b + t * stride_gate_t + offs_d, mask=mask, other=0.0)
     # s = x + gate * y
-    total = x + gate * y
-    if CLIP:
-        # Comparisons let NaN through.
-        total = tl.where(total > limit, limit, total)
-        total = tl.where(total < -limit, -limit, total)
+    total = gated_sum(x, y, gate, limit, CLIP)
     tl.store(out_ptr + row * D + offs_d, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -21,7 +21,7 @@ from xpu_ports.common.kernels.ada_layer_norm import (
     refuses_conditioned,
     tile,
 )
-from xpu_ports.common.kernels.gated_residual import gated_residual
+from xpu_ports.common.kernels.gated_residual import gated_residual, gated_sum
 from xpu_ports.common.kernels.rms_norm import LARGEST_ROW
 from xpu_ports.common.kernels.rounding import rounded
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
@@ -99,12 +99,7 @@ def _gated_residual_norm_kernel(
     scale = load_rows(scale_ptr, row, mask, T, stride_scale_b, stride_scale_t, SINGLE, BLOCK_D)
     shift = load_rows(shift_ptr, row, mask, T, stride_shift_b, stride_shift_t, SINGLE, BLOCK_D)
     # s = x + gate * y
-    total = x.to(tl.float32) + gate.to(tl.float32) * y.to(tl.float32)
-    if CLIP:
-        # Comparisons let NaN through.
-        total = tl.where(total > limit, limit, total)
-        total = tl.where(total < -limit, -limit, total)
-    total = rounded(total, total_ptr)
+    total = rounded(gated_sum(x, y, gate, limit, CLIP), total_ptr)
     tl.store(total_ptr + offs, total, mask=mask)
     norm = modulated(total.to(tl.float32), scale, shift, mask_d, eps, D)
     tl.store(norm_ptr + offs, norm.to(norm_ptr.dtype.element_ty), mask=mask)
