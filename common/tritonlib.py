@@ -19,20 +19,20 @@ from torch import Tensor
 from xpu_ports.common import dispatch, replay
 
 
-class _Inert:
+class Inert:
     """Stands in for `triton` and `tl`: attributes and calls give itself, a decorated function stays as it is."""
 
-    def __getattr__(self, name: str) -> _Inert:
+    def __getattr__(self, name: str) -> Inert:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], _Inert):
+        if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], Inert):
             return args[0]
         return self
 
-    def __getitem__(self, item: Any) -> _Inert:
+    def __getitem__(self, item: Any) -> Inert:
         return self
 
 
@@ -74,7 +74,7 @@ try:
     AVAILABLE = True
     WHY_NOT = ""
 except ImportError as error:
-    triton = tl = _Inert()  # type: ignore[assignment]
+    triton = tl = Inert()  # type: ignore[assignment]
     AVAILABLE = False
     WHY_NOT = f"Triton cannot be imported: {error}"
 

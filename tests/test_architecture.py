@@ -94,8 +94,8 @@ def imports_point_one_way(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def triton_has_one_import(path: PurePosixPath, source: str) -> Iterator[str]:
-    """Everything else takes it from tritonlib, which also works without one."""
-    if path == PurePosixPath("common/tritonlib.py") or path.parts[0] == "cli":
+    """Everything else takes it from tritonlib or gluonlib, which also work without one."""
+    if str(path) in ("common/tritonlib.py", "common/gluonlib.py") or path.parts[0] == "cli":
         return
     for line, module in imports(path, ast.parse(source)):
         if module.split(".")[0] == "triton":
