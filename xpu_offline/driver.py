@@ -12,20 +12,24 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton._C.libtriton import llvm
 from triton.backends.driver import DriverBase
 from triton.compiler import ASTSource
 from triton.language import semantic
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from xpu_offline import cpu, native
+from xpu_offline import cpu
+from xpu_offline.devicelib import Extracts
 from xpu_offline.lint import MOST_WARPS
+from xpu_offline.native import Native, compile_native
 from xpu_offline.record import Record
 from xpu_offline.targets import CPU, TARGETS
 from xpu_ports.common.device import ARCHITECTURES, architecture
@@ -87,6 +91,7 @@ class OfflineDriver(DriverBase):
         super().__init__()
         self.record = record
         self.cache = cache
+        self._natives: dict[tuple[bytes, str, str], Future[Native]] = {}
         self.utils = self
         self.launcher_cls = self._launcher
 
@@ -115,6 +120,15 @@ class OfflineDriver(DriverBase):
     def load_binary(self, name: str, spirv: bytes, shared: int, flags: str, device: str) -> tuple[Any, Code, int, int]:
         """(module, function, registers, spills), of which only the function means something here."""
         return self, Code(name, spirv, flags), 0, 0
+
+    def native(self, code: Code, device: str) -> Future[Native]:
+        """The native code for a device; two architectures with the same code and device have one compilation."""
+        key = (code.spirv, code.flags, device)
+        if key not in self._natives:
+            self._natives[key] = self.record.pool.submit(
+                compile_native, code.spirv, device, code.flags, self.cache / "native"
+            )
+        return self._natives[key]
 
     def _launcher(self, source: ASTSource, metadata: Any) -> Launcher:
         return Launcher(self, source, metadata)
@@ -147,10 +161,7 @@ class Launcher:
         target = TARGETS[self.architecture]
         key = (code.spirv, code.flags)
         if key not in seen.natives:
-            future = self.driver.record.pool.submit(
-                native.compile_native, code.spirv, target.native, code.flags, self.driver.cache / "native"
-            )
-            seen.natives[key] = (future, self._words(code))
+            seen.natives[key] = (self.driver.native(code, target.native), self._words(code))
         if _compile_only.get():
             seen.at_model_sizes.add(key)
             return
@@ -234,6 +245,7 @@ def install(record: Record, cache: pathlib.Path) -> OfflineDriver:
     """Make Triton launch through an `OfflineDriver`, and record what fails to compile."""
     driver = OfflineDriver(record, cache)
     triton.runtime.driver.set_active(driver)
+    llvm.link_extern_libs = Extracts(cache / "devicelib")
     # Triton keeps compiled code by the kernel's line in its file, too. There are no line numbers in this code.
     JITFunction.starting_line_number = property(lambda self: 1, lambda self, line: None)
     run = JITFunction.run

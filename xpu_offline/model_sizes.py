@@ -8,23 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from xpu_offline.driver import compile_only
-from xpu_ports.common.bench.case import Case, Draw, parse_size
+from xpu_offline.unfilled import Uncomputed, arguments
+from xpu_ports.common.bench.case import Case
 from xpu_ports.common.bench.registry import CASES
 from xpu_ports.common.dispatch import BackendError, use_backend
-
-
-class Unfilled(Draw):
-    """Tensors whose memory is never touched, so that a model's sizes take none."""
-
-    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
-
-    def uniform(self, low: float, high: float, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self(*shape, dtype=dtype)
-
 
 # What has no plan on an architecture or for a dtype, and why.
 WITHOUT_PLAN: dict[tuple[str, str | torch.dtype], str] = {
@@ -42,9 +31,9 @@ SIZES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("case", "size"), SIZES, ids=[f"{case.name}-{size}" for case, size in SIZES])
 def test_compiles(xpu_architecture: str, case: Case, size: str, dtype: torch.dtype) -> None:
-    args = case.inputs(parse_size(size), Unfilled(torch.device("cpu"), dtype, torch.Generator()))
-    with compile_only(), use_backend("triton"):
-        why = WITHOUT_PLAN.get((case.op.name, dtype)) or WITHOUT_PLAN.get((case.op.name, xpu_architecture))
+    args = arguments(case, size, dtype)
+    why = WITHOUT_PLAN.get((case.op.name, dtype)) or WITHOUT_PLAN.get((case.op.name, xpu_architecture))
+    with compile_only(), use_backend("triton"), Uncomputed():
         if why is not None:
             with pytest.raises(BackendError, match=why):
                 case.op(*args)

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
-from xpu_ports.common.bench.case import Case, Draw, parse_size
+from xpu_offline.unfilled import arguments
+from xpu_ports.common.bench.case import Case
 from xpu_ports.common.bench.registry import CASES
 from xpu_ports.common.device import use_architecture
 
@@ -32,21 +33,6 @@ KERNEL_CASES = {
     if case.has_kernel and any(i.backend == "triton" for i in case.op.implementations)
 }
 Launch = tuple[str, tuple[int, ...], dict[str, Any]]
-
-
-class Unfilled(Draw):
-    """Tensors whose memory is never touched."""
-
-    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype)
-
-    def uniform(self, low: float, high: float, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self(*shape, dtype=dtype)
-
-
-def arguments(case: Case, size: str, dtype: torch.dtype) -> list[Any]:
-    """The case's arguments at a size, on the CPU, unfilled."""
-    return list(case.inputs(parse_size(size), Unfilled(torch.device("cpu"), dtype, torch.Generator())))
 
 
 def on_xpu(value: Any) -> Any:
