@@ -24,7 +24,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.accelerator.is_available(
 # Kernels are tested at their built-in tiles, whatever was tuned on this machine.
 os.environ["XPU_PORTS_TUNING"] = "off"
 
-from tests.common.ops import Runner, Target, round_to_nearest_bfloat16, targets
+from tests.common.ops import Runner, Target, patch_language_once, round_to_nearest_bfloat16, targets
 from xpu_ports.common.dispatch import OPS
 
 _DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "0"
     if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
         round_to_nearest_bfloat16()
+        patch_language_once()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

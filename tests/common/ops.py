@@ -229,6 +229,29 @@ def round_to_nearest_bfloat16() -> None:
     InterpreterBuilder.cast_impl = cast_impl
 
 
+def patch_language_once() -> None:
+    """Make Triton's interpreter patch its language for a launch, not again for each function that the kernel calls.
+
+    It is what it spends most of its time with.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    languages: dict[Callable, list[Any]] = {}
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn not in languages:
+            languages[self.fn] = [value for value in self.fn.__globals__.values() if value is tl or value is tl.core]
+        if any(tl.core.is_builtin(language.load) for language in languages[self.fn]):
+            interpreter._patch_lang(self.fn)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as e:
+            raise interpreter.InterpreterError(repr(e)) from e
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
 def assert_rounded_once(op: Op, *args: Any, **kwargs: Any) -> None:
     """The reference in bf16 is the oracle, rounded: it rounds nothing in between.
 
