@@ -85,42 +85,6 @@ if INTERPRETED:
     _repair_bf16()
 
 
-class Box:
-    """A matrix that a kernel for NVIDIA's Hopper copies boxes of: the tensor memory accelerator's descriptor of it.
-
-    Stands for a tensor among the arguments of a `Kernel`, but not as the first of them. The descriptor is made on the
-    host at each launch, as it has the address in it. It wants rows and boxes that begin at multiples of 16 bytes.
-    """
-
-    # As Triton's launcher reads them.
-    padding, round_f32_to_tf32 = "zero", False
-
-    def __init__(self, matrix: Tensor, box: tuple[int, int], layout: Any) -> None:
-        """Of boxes of the size `box`, which lie in shared memory in an NVMMASharedLayout."""
-        self.base: Any = matrix
-        self.shape, self.strides = tuple(matrix.shape), matrix.stride()
-        # All that a kernel is compiled for.
-        self.seen = matrix.dtype, box, layout
-
-    def at(self, base: Any) -> Box:
-        """The same at another address, or of a tensor alike."""
-        box = object.__new__(Box)
-        box.base = _Address(base) if isinstance(base, int) else base
-        box.shape, box.strides, box.seen = self.shape, self.strides, self.seen
-        return box
-
-    def descriptor(self) -> Any:
-        """Triton's own, which its compiler asks for."""
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.seen[1]), self.seen[2])
-
-
-class _Address(int):
-    def data_ptr(self) -> int:
-        return int(self)
-
-
 class Kernel:
     """An entry kernel, launched as Triton's own are, `kernel[grid](...)`, at a fraction of the cost on the host.
 
@@ -185,8 +149,7 @@ class Fixed:
         x, y, z = (*grid, 1, 1)[:3]
         if kept is None:
             with _ANYWHERE if recording is None else recording.launching():
-                whole = tuple(arg.descriptor() if type(arg) is Box else arg for arg in args)
-                kept = bound.kept[seen] = self.function[grid](*whole, **self.constants)
+                kept = bound.kept[seen] = self.function[grid](*args, **self.constants)
             bound.tail = tuple(self.constants[name] for name in self.names[len(args) :])
         elif _hooked():
             kept[x, y, z](*passed, *bound.tail)
@@ -199,27 +162,7 @@ class Fixed:
             recording.spoiled = True
         elif recording is not None:
             head = x, y, z, replay.STREAM, kept.function, kept.packed_metadata, None, None, None
-            run, given = kept.run, list(args)
-            if bound.boxes:
-                run, given = _around_boxes(run, args, bound.boxes, len(head))
-            recording.launched(run, (*head, *given, *bound.tail), _driver(first.is_cuda))
-
-
-def _around_boxes(run: Any, args: tuple, boxes: list[int], head: int) -> tuple[Any, list]:
-    """A launch that takes tensors or addresses where `run` takes boxes of them, and such arguments."""
-    given = list(args)
-    without = []
-    for i in boxes:
-        given[i] = args[i].base
-        without.append((head + i, args[i].at(None)))
-
-    def launch(*values: Any) -> None:
-        passed = list(values)
-        for i, box in without:
-            passed[i] = box.at(values[i])
-        run(*passed)
-
-    return launch, given
+            recording.launched(kept.run, (*head, *args, *bound.tail), _driver(first.is_cuda))
 
 
 def _stream(index: int, cuda: bool) -> Any:
@@ -265,8 +208,7 @@ class _Bound:
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
         self.integers = [i for i, kind in enumerate(kinds) if kind is int]
-        self.boxes = [i for i, kind in enumerate(kinds) if kind is Box]
-        self.pointers = [i for i, kind in enumerate(kinds) if kind not in (int, float, bool, type(None), Box)]
+        self.pointers = [i for i, kind in enumerate(kinds) if kind not in (int, float, bool, type(None))]
         self.kept: dict[tuple, Any] = {}
         # The constants of the kernel, which stand behind the arguments.
         self.tail: tuple = ()
@@ -286,8 +228,6 @@ class _Bound:
             seen += value.dtype, address & 15
             if addresses:
                 passed[i] = address
-        for i in self.boxes:
-            seen += args[i].seen
         # 1 is a constant; else what counts is whether 16 divides it and whether it needs 64 bits.
         seen += ["1" if v == 1 else (v & 15 == 0) + 2 * (v >> 31) for v in [args[i] for i in self.integers]]
         return tuple(seen), passed

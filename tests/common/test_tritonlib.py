@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
 import textwrap
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from xpu_ports.common import replay, tritonlib
+from xpu_ports.common import tritonlib
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TRITON = """
@@ -237,68 +235,3 @@ def test_alignment_is_seen() -> None:
     assert len(seen) == 2
     assert bound.specialize((x,), 0, addresses=True)[1] == [x.data_ptr()]
     assert bound.specialize((x,), 0, addresses=False)[1][0] is x
-
-
-# ------------------------------------------------------------------------------------------------ descriptors of boxes
-
-
-class Boxes(Compilations):
-    def fn(self, x_ptr, box, n, BLOCK) -> None:
-        raise AssertionError("never run")
-
-
-@pytest.fixture
-def boxes(monkeypatch: pytest.MonkeyPatch) -> Boxes:
-    monkeypatch.setattr(tritonlib, "_stream", lambda index, cuda: "stream")
-    monkeypatch.setattr(tritonlib, "_hooked", lambda: False)
-    monkeypatch.setattr(tritonlib, "_switch", lambda index: None)
-    monkeypatch.setattr(tritonlib.Box, "descriptor", lambda self: "descriptor")
-    return Boxes()
-
-
-def test_what_a_box_is_compiled_for(boxes: Boxes) -> None:
-    """Its dtype, its size and its layout; where the matrix is, and how large, is told at each launch."""
-    kernel = tritonlib.Kernel(boxes)
-    matrix = torch.empty(8, 16, device="meta")
-    for box in (
-        tritonlib.Box(matrix, (4, 8), "layout"),
-        tritonlib.Box(matrix[1:, ::1], (4, 8), "layout"),
-        tritonlib.Box(matrix, (8, 8), "layout"),
-        tritonlib.Box(matrix, (4, 8), "another"),
-        tritonlib.Box(matrix.double(), (4, 8), "layout"),
-    ):
-        kernel[(7,)](X, box, 48, BLOCK=16)
-    assert len(boxes.compiled) == 4
-    ((_, (_, box, n, block)),) = boxes.launched
-    assert (box.shape, box.strides, n, block) == ((7, 16), (16, 1), 48, 16)
-
-
-@pytest.mark.parametrize("addresses", [False, True])
-def test_a_call_with_boxes_made_again(boxes: Boxes, addresses: bool) -> None:
-    """With boxes of the new call's tensors; of the old ones nothing stays."""
-    kernel = tritonlib.Kernel(boxes)
-    x, matrix = torch.empty(8, device="meta"), torch.empty(8, 16, device="meta")
-    with replay.Recording([x, matrix]) as recording:
-        kernel[(7,)](x, tritonlib.Box(matrix, (4, 8), "layout"), 48, BLOCK=16)
-    plan = recording.plan(None, addresses)
-    assert plan is not None
-    first = weakref.ref(matrix)
-    del matrix, recording
-    gc.collect()
-    assert first() is None
-    there = torch.empty(8, 16, device="meta")
-    plan.run(x, 0, [4096, 8192] if addresses else [x, there])
-    ((grid, (_, box, n, block)),) = boxes.launched
-    assert (grid, box.shape, box.strides, n, block) == ((7, 1, 1), (8, 16), (16, 1), 48, 16)
-    assert box.base.data_ptr() == 8192 if addresses else box.base is there
-
-
-def test_a_descriptor_of_a_box() -> None:
-    gluon = pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
-    matrix = torch.empty(8, 64, dtype=torch.bfloat16)
-    layout = gluon.language.NVMMASharedLayout(128, 16, 2)
-    ours = tritonlib.Box(matrix[1:], (4, 64), layout)
-    theirs = ours.descriptor()
-    for name in ("shape", "strides", "padding"):
-        assert list(getattr(ours, name)) == list(getattr(theirs, name))
-    assert theirs.base.data_ptr() == ours.base.data_ptr() == ours.at(matrix[1:].data_ptr()).base.data_ptr()
