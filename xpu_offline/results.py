@@ -1,9 +1,4 @@
-"""Results of earlier runs: a file of tests whose every source is as it was when they passed need not run again.
-
-    python -m xpu_offline.results TEST_FILE OBSERVATIONS [PYTEST_ARGUMENT...]
-
-copies what was seen then to OBSERVATIONS and exits with 0, or exits with 1 where the tests have to run.
-"""
+"""Results of earlier runs: a file of tests whose every source is as it was when they passed need not run again."""
 
 from __future__ import annotations
 
@@ -80,17 +75,3 @@ def _path(cache: pathlib.Path, test_file: str) -> pathlib.Path:
 
 def _digest(path: pathlib.Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
-
-
-def main(arguments: list[str]) -> int:
-    test_file, observations, *rest = arguments
-    kept = recall(pathlib.Path(sys.prefix, "xpu-offline-cache"), test_file, rest)
-    if kept is None:
-        return 1
-    pathlib.Path(observations).write_text(json.dumps(kept["rows"], indent=1) + "\n")
-    print(f"--- {test_file}\nas it was when it passed: {kept['summary']}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

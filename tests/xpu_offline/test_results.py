@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 import types
@@ -69,14 +68,3 @@ def test_what_a_process_has_imported(tmp_path: pathlib.Path, monkeypatch: pytest
         module.__file__ = str(tmp_path / name)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     assert results.sources(tmp_path) == ["kernels.py"]
-
-
-def test_command(project: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(sys, "prefix", str(project))
-    (project / "cache").rename(project / "xpu-offline-cache")
-    out = project / "observations.json"
-    assert results.main([TEST_FILE, str(out), "-k", "even"]) == 1
-    assert not out.exists()
-    assert results.main([TEST_FILE, str(out), "-k", "odd"]) == 0
-    assert json.loads(out.read_text()) == ROWS
-    assert "as it was when it passed: 3 tests" in capsys.readouterr().out
