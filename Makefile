@@ -61,8 +61,11 @@ lint: $(VENV)/.dev
 typecheck: $(VENV)/.dev
 	@$(PY) -m mypy
 
-docs: $(VENV)/.dev
-	@$(PY) -c 'import mkdocs, mkdocstrings_handlers.python, nbconvert' 2>/dev/null || $(PIP) install -e '.[docs]'
+$(VENV)/.docs: $(VENV)/.dev
+	@$(PIP) install -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict --clean
 	@echo "build/site/index.html"
 
