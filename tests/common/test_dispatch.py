@@ -533,8 +533,8 @@ CALLS: dict[str, Callable[[], tuple]] = {
         *(torch.randn(3, 64), *_mxfp4(4, 5, 64), torch.tensor([[2, 0], [0, 1], [3, 3]])),
     ),
     "mxfp4_experts": lambda: (
-        *(torch.randn(3, 64), *_mxfp4(4, 64, 64), *_mxfp4(4, 64, 32)),
-        *(torch.randint(4, (3, 2)), torch.rand(3, 2)),
+        *(torch.randn(2, 32), *_mxfp4(4, 64, 32), *_mxfp4(4, 32, 32)),
+        *(torch.randint(4, (2, 2)), torch.rand(2, 2)),
     ),
     "moe_experts": lambda: (
         *(torch.randn(5, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)),
