@@ -35,6 +35,18 @@ else:
 if _WHY_NOT is not None:
     gluon = gl = hopper = extra = tritonlib.Inert()  # type: ignore[assignment]
 
+# Named in this way by Triton 3.9, and in that way by 3.6.
+copy_async = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
+copy_box = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_REINTERPRETS = gl.constexpr(hasattr(getattr(gl, "shared_memory_descriptor", None), "reinterpret"))
+
+
+@gluon.jit
+def seen_as(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """A buffer in shared memory as one of another dtype, shape and layout."""
+    return buffer.reinterpret(dtype, shape, layout) if _REINTERPRETS else buffer._reinterpret(dtype, shape, layout)
+
 
 def refuses(device: torch.device) -> str | None:
     """Why kernels for Hopper do not run on a device, or None."""
