@@ -21,6 +21,7 @@ from xpu_ports.common.device import Architecture, architecture
 from xpu_ports.common.kernels.activations import limit_both, silu
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
 from xpu_ports.quant.mxfp4.kernels.decoding import multiplied_pair
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import hopper_row
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear.fragments import launch_slices, sum_slices
 
 # Columns of two turns of a warp, whose blocks are the product's columns.
@@ -302,6 +303,9 @@ def _launch(
     gated: bool,
     limit: float | None,
 ) -> None:
+    if hopper_row.takes(x, packed, scale):
+        hopper_row.launch(x, packed, scale, bias, y, experts, share, gated, limit)
+        return
     N, K = y.shape[-1], x.shape[-1]
     rows = y.numel() // N
     words, grouped = packed.view(torch.int32), experts is not None

@@ -11,12 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.common.ops import LAYOUTS, Runner, Target, normal, refusal
-from xpu_ports.common import tritonlib
+from xpu_ports.common import gluonlib, tritonlib
 from xpu_ports.common.device import use_architecture
 from xpu_ports.common.dispatch import Op
 from xpu_ports.quant.mxfp4 import format
 from xpu_ports.quant.mxfp4.format import dequantize, quantize
-from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import fragments, mxfp4_linear, mxfp4_linear_a4, row, tiles, triton
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import (
+    fragments,
+    hopper_row,
+    mxfp4_linear,
+    mxfp4_linear_a4,
+    row,
+    tiles,
+    triton,
+)
 
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 # One row, few, around a tile, many; N of one, a prime and one past a tile; one block of K, primes of them.
@@ -138,6 +146,20 @@ class Both:
         x[0, 32:64] = 0
         assert linear(x, packed, scale).isnan().nonzero().tolist() == [[0, 4]]
         x[0, 7] = value
+        linear(x, packed, scale)
+
+    @pytest.mark.parametrize("value", [1.0, 1e12, math.inf])
+    @pytest.mark.parametrize(("N", "K"), [(1, 2048), (37, 3072), (4301, 4096), (131, 5120), (24, 8192)])
+    def test_one_row_on_hopper(self, linear: Runner, target: Target, N: int, K: int, value: float) -> None:
+        """All weights are asked for at once; scales and an x that the products do not take."""
+        packed, scale = weight_of(N, K)
+        x = torch.randn(1, K).bfloat16()
+        given = (x.to(target.device), packed.to(target.device), scale.to(target.device))
+        if not hopper_row.takes(*given):
+            pytest.skip(f"not here: {gluonlib.refuses(given[0].device)}")
+        linear(x, packed, scale, torch.randn(N).bfloat16())
+        x[0, 7] = value
+        scale[N // 2, 1], scale[0, 5], scale[N - 1, K // 32 - 1] = 255, 200, 0
         linear(x, packed, scale)
 
     @FLOATS
