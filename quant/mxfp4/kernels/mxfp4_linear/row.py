@@ -19,6 +19,7 @@ from torch import Tensor
 
 from xpu_ports.common.device import Architecture, architecture
 from xpu_ports.common.kernels.activations import limit_both, silu
+from xpu_ports.common.launch_order import overlap_options, wait_for_inputs
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
 from xpu_ports.quant.mxfp4.kernels.decoding import multiplied_pair
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import hopper_row
@@ -152,6 +153,7 @@ def _row_kernel(
     WARPS: tl.constexpr,
     TILES: tl.constexpr,
     AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """16 TILES outputs of a row, K in turns over the warps; TILES is 1 or 2. GROUPED: each row has an expert.
 
@@ -160,6 +162,7 @@ def _row_kernel(
     """
     # Rows of one expert run side by side: what they share is in the cache.
     place = tl.program_id(0)
+    wait_for_inputs(OVERLAP)
     if GROUPED:
         expert = tl.load(experts_ptr + place).to(tl.int64)
         if expert >= E:
@@ -310,6 +313,8 @@ def _launch(
     rows = y.numel() // N
     words, grouped = packed.view(torch.int32), experts is not None
     how = cut(architecture(x.device), N, K, rows, gated)
+    # The experts' products come one after another. Alone and among other kernels it gains nothing.
+    overlap = overlap_options(x.device) if grouped else {}
     with on_device_of(x):
         _row_kernel[(rows, cdiv(N, 16 if gated else 16 * how.tiles))](
             x,
@@ -337,6 +342,8 @@ def _launch(
             WARPS=how.warps,
             TILES=how.tiles,
             AHEAD=how.ahead,
+            OVERLAP=bool(overlap),
             num_warps=how.warps,
             num_stages=1,
+            **overlap,
         )
