@@ -49,9 +49,10 @@ demo: $(VENV)/.core
 	@$(VENV)/bin/xpu-ports image checkpoints/tiny-flux2 "a red three" --out demo.png \
 	    --height 64 --width 64 --text-tokens 32 --steps 20 --guidance 2 --explain
 
-# A thread a process: the tests' tensors are small.
+# A thread a process: the tests' tensors are small. Each process begins with tests that follow each other, so that what
+# a file of them shares is made once.
 test: $(VENV)/.dev lint typecheck
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n auto $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 	@test -x .venv-xpu/bin/python || echo "The XPU check was not run: make xpu-check sets it up and runs it."
 
 lint: $(VENV)/.dev
