@@ -78,22 +78,21 @@ def _compile(spirv: bytes, device: str, flags: str) -> Native:
         binaries = sorted(pathlib.Path(folder).glob("*.bin"))
         if done.returncode or not binaries:
             return Native(0, 0, 0, (), dpas, block_read, f"ocloc returned {done.returncode}: {log.strip()[-500:]}")
-        info = _readelf("-p", ".ze_info", str(binaries[-1]))
-        symbols = _readelf("-Ws", str(binaries[-1]))
-    found = {name: int(m.group(1)) if (m := re.search(pattern, info)) else 0 for name, pattern in _FACTS.items()}
+        read = _readelf("-Ws", "-p", ".ze_info", str(binaries[-1]))
+    found = {name: int(m.group(1)) if (m := re.search(pattern, read)) else 0 for name, pattern in _FACTS.items()}
     warned = _SPILL.search(log)
     return Native(
         grf=found["grf"],
         simd=found["simd"],
         spills=int(warned.group(1)) if warned else found["spill_size"],
-        undefined=_undefined(symbols),
+        undefined=_undefined(read),
         dpas=dpas,
         block_read=block_read,
     )
 
 
-def _undefined(symbols: str) -> tuple[str, ...]:
-    rows = (line.split() for line in symbols.splitlines() if " UND " in line)
+def _undefined(listing: str) -> tuple[str, ...]:
+    rows = (line.split() for line in listing.splitlines() if " UND " in line)
     return tuple(sorted({row[-1] for row in rows if row[-1] != "UND"}))
 
 
