@@ -260,6 +260,82 @@ class TestDecode:
         run(q, window, None, None, torch.tensor([8, 9]), torch.zeros(3), SPAN, 1, 2, SCALE)
 
 
+@pytest.mark.op("sparse_mla_decode")
+class TestDecodeOfManyHeads:
+    """Pages of the published width and a multiple of 64 heads, for which Hopper has a kernel of its own."""
+
+    @pytest.fixture(autouse=True)
+    def on_a_gpu(self, target: Target) -> None:
+        if target.device == "cpu":
+            pytest.skip("takes minutes on a CPU, where narrower tests run the same kernel")
+
+    def case(self, chosen: str, H: int, lengths: list[int]) -> dict:
+        """A window of two tiles, the last one not full, and entries of up to four."""
+        B, n = len(lengths), torch.tensor(lengths)
+        given = pages_case(B=1, H=H, K=512)
+        given |= dict(
+            q=torch.randn(B, H, 512).bfloat16(), window=paged(torch.randn(B, 104, 512), 64), lengths=n, span=99
+        )
+        given |= dict(entries=paged(torch.randn(B, 200, 512), 64), indices=drawn(B, 150, slots=200))
+        given["indices"][:, ::4] = -1
+        given["indices"] = torch.where(given["indices"] < n[:, None] // RATIO, given["indices"], -1)
+        if chosen != "some":
+            given["indices"] = None
+        if chosen == "none":
+            given["entries"] = None
+        return given
+
+    @pytest.mark.parametrize("splits", [None, 1, 3, 20])
+    @pytest.mark.parametrize("chosen", ["none", "all", "some"])
+    def test_any_split(self, run: Runner, chosen: str, splits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        needs_a_kernel(run)
+        if splits is not None:
+            monkeypatch.setattr(module, "split", lambda *args: splits)
+        run(**self.case(chosen, 64, [0, 1, 5, 97, 131, 5001]))
+
+    @pytest.mark.parametrize("chosen", ["none", "all", "some"])
+    def test_several_programs_of_a_token(self, run: Runner, chosen: str) -> None:
+        run(**self.case(chosen, 192, [700, 63, 799, 99]))
+
+    @pytest.mark.parametrize("chosen", ["all", "some"])
+    def test_what_does_not_count_may_hold_anything(self, run: Runner, chosen: str) -> None:
+        given = self.case(chosen, 64, [0, 30, 64, 397])
+        clean = run(**given)
+        for b, n in enumerate(given["lengths"].tolist()):
+            entries = range(n // RATIO) if chosen == "all" else given["indices"][b].tolist()
+            for name, slots in (("window", range(n) if n < 104 else range(104)), ("entries", entries)):
+                for slot in set(range(4 * given[name].shape[1])) - set(slots):
+                    page = given[name][b, slot // 4]
+                    page[slot % 4 * 576 :][:576] = 0xFF
+                    page[4 * 576 + slot % 4 * 8 :][:8] = 0xFF
+        assert torch.equal(run(**given), clean)
+
+    def test_every_code_and_scale(self, run: Runner) -> None:
+        """One token that takes all the weight comes back as it is; a group of each scale meets all codes."""
+        codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
+        scales = torch.tensor([105, 120, 127, 134, 135, 200, 246], dtype=torch.uint8)
+        window = torch.zeros(4, 1, page_bytes(512, 64, 1), dtype=torch.uint8)
+        window[:, 0, :448] = torch.cat([codes, codes[:2]]).view(4, 64).repeat(1, 7)
+        window[:, 0, 448:576] = torch.randn(4, 64).bfloat16().view(torch.uint8)
+        window[:, 0, 576:583] = scales
+        rest = (torch.ones(4, dtype=torch.int64), torch.full((64,), float("-inf")), 1, 1, 64, 1.0)
+        y = run(torch.zeros(4, 64, 512).bfloat16(), window, None, None, *rest)
+        row = cache_rows(window, torch.zeros(4, 1, dtype=torch.int64), 512, 64)
+        assert torch.equal(y, row.expand(-1, 64, -1))
+
+    def test_views(self, run: Runner) -> None:
+        """Queries, indices, lengths and sinks with strides, pages between others and one row's for all."""
+        given = self.case("some", 64, [700, 63, 799, 97])
+        room = torch.full((4, 60, page_bytes(512, 64, 4) + 64), 0xFF, dtype=torch.uint8)
+        given["q"] = normal(4, 64, 512, dtype=torch.bfloat16, layout="gap")
+        given["entries"] = room[:, 1:51, 36 : 36 + given["entries"].shape[2]].copy_(given["entries"])
+        given["window"] = given["window"][1:2].expand(4, -1, -1)
+        for name in ("lengths", "sinks"):
+            given[name] = torch.stack([given[name], given[name]], dim=1)[:, 1]
+        given["indices"] = given["indices"].T.contiguous().T.long()
+        run(**given)
+
+
 @pytest.mark.op("sparse_mla_prefill")
 class TestPrefill:
     @pytest.mark.parametrize("P", [0, 2, SPAN - 1, 9])

@@ -1,0 +1,483 @@
+"""A decode step on pages, 64 heads a program, on NVIDIA's Hopper in Gluon: three kinds of warps work side by side.
+
+Four warps decode pages' rows into shared memory. Four have the scores and weights, and sum the left half of the
+columns; four sum the right half. In Triton all warps take turns at each of these, so that matrix units wait for the
+decoding and the softmax: 64 tokens of 128 heads on 1152 keys each take 83.6 us on an H200, here 63.3.
+
+The arithmetic is that of `kernels.py`, with codes decoded by `rows.decoded`: the same numbers in another order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from xpu_ports.common.gluonlib import barrier, gl, gluon, hopper, refuses, seen_as
+from xpu_ports.common.kernels.fp8_pages import GROUP
+from xpu_ports.common.tritonlib import kernel
+
+# What a program takes: heads, all of what one asynchronous product has rows for, and keys at a time.
+HEADS, KEYS = 64, 64
+# The one size that it is written for: columns of a head, in two halves, and how many of them are bf16 in pages.
+COLUMNS, ROPE = 512, GROUP
+
+_KEYS = gl.constexpr(KEYS)
+_HALF = gl.constexpr(COLUMNS // 2)
+# Of a token in pages, in 32-bit words: where its bf16 begin, its data, its scales.
+_OWN = gl.constexpr((COLUMNS - ROPE) // 4)
+_DATA = gl.constexpr((COLUMNS + ROPE) // 4)
+_SCALES = gl.constexpr(2)
+# Tiles of rows in shared memory: two of 64 KB, beside the queries' 64.
+_STAGES = gl.constexpr(2)
+# Warps that decode. Registers a thread of them and of those with the right half; the left half's have the others.
+_DECODERS = gl.constexpr(4)
+_REGISTERS_DECODERS = gl.constexpr(128)
+_REGISTERS_RIGHT = gl.constexpr(160)
+
+
+def _pair(out: int, select: str) -> str:
+    """Two codes as bf16: sign, exponent and mantissa where bf16 has them, 2^120 for the exponent's bias, the scale."""
+    return f"""
+    prmt.b32 code, $2, 0, {select};
+    shr.u32 low, code, 4;
+    and.b32 low, low, 0x07F007F0;
+    lop3.b32 code, code, 0x80008000, low, 0xEA;
+    mul.rn.bf16x2 code, code, bias;
+    mul.rn.bf16x2 ${out}, code, $3;"""
+
+
+# The four codes of a word $2, in order, times $3 as two pairs.
+_DECODE = gl.constexpr(
+    "{\n.reg .b32 code, low, bias;\nmov.b32 bias, 0x7B807B80;" + _pair(0, "0x1404") + _pair(1, "0x3424") + "\n}"
+)
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+
+@gluon.jit
+def _named(block, indices_ptr, named, stride, W: gl.constexpr, NAMED: gl.constexpr, layout: gl.constexpr):
+    """The entries of a block, of which W come before the entries' own; -1 for none."""
+    offs = (block - W) * _KEYS + gl.arange(0, _KEYS, layout)
+    # What is negative is large without a sign.
+    counts = offs.to(gl.uint32) < named.to(gl.uint32)
+    if NAMED:
+        entry = gl.load(indices_ptr + offs.to(gl.int64) * stride, mask=counts, other=-1).to(gl.int32)
+    else:
+        entry = gl.where(counts, offs, -1)
+    return entry
+
+
+@gluon.jit
+def _slots(block, entry, n, before, closed, SPAN: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
+    """Slots of a block of the window, or of its entries; -1 for none."""
+    offs = block * _KEYS + gl.arange(0, _KEYS, layout)
+    counts = n - SPAN + offs >= 0
+    if SPAN % _KEYS != 0:
+        counts = counts & (offs < SPAN)
+    # One division of scalars: the ring has at least SPAN slots.
+    slots = (n - SPAN + before) % before + offs
+    slots = gl.where(slots >= before, slots - before, slots)
+    slots = gl.where(counts, slots, -1)
+    return gl.where(block < W, slots, gl.where(entry < closed, entry, -1))
+
+
+@gluon.jit
+def _decoded(words, scales, layout: gl.constexpr):
+    """Codes of four groups, [keys, 4, 16] words, with a scale a byte, as pairs of bf16, [keys, 4, 32].
+
+    As `rows.decoded`: exact, codes of NaN read as 480, and a row with scales of 0 is 0.
+    """
+    group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, words.type.layout)))
+    # e8m0 is the exponent of bf16.
+    factor = (((scales[:, None] >> (8 * group)[None, :]) & 0xFF) * 0x00800080)[:, :, None]
+    low, high = gl.inline_asm_elementwise(
+        _DECODE, "=r,=r,r,r", [words, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return gl.convert_layout(gl.join(low, high).reshape([_KEYS, 4, 32]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _decode_rows(
+    left, right, biases, ready_l, ready_r, free_l, free_r, window_ptr, entries_ptr, indices_ptr, stride_w_s, stride_e_s,
+    stride_i_a, n, before, closed, named, split, splits, blocks,
+    SPAN: gl.constexpr, NAMED: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Decode tiles of rows into shared memory, seen in words of two columns, [stages, keys, 128] each half."""
+    RAW: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [_DECODERS, 1, 1], [2, 1, 0])
+    # As `_decoded` leaves it: four codes are two words.
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [8, 1, 4], [_DECODERS, 1, 1], [2, 1, 0])
+    OF_KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, RAW))
+    OF_KEYS_OUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, OUT))
+    W: gl.constexpr = (SPAN + _KEYS - 1) // _KEYS
+    group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, RAW)))
+    word = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, RAW)))
+    offs = (group * 16)[None, :, None] + word[None, None, :]
+    offs_tail = _OWN + gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
+    # The last group of the right half is bf16.
+    coded = (group < 3)[None, :, None]
+    is_tail = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None] == 3
+    entry = _named(split, indices_ptr, named, stride_i_a, W, NAMED, OF_KEYS)
+    words_l = gl.zeros([_KEYS, 4, 16], gl.int32, RAW)
+    words_r = words_l
+    tail = gl.zeros([_KEYS, 32], gl.int32, gl.SliceLayout(1, OUT))
+    scales_l = gl.zeros([_KEYS], gl.int32, OF_KEYS)
+    scales_r = scales_l
+    counts = scales_l < 0
+    # A tile's rows are on their way while the one before it is decoded: the first turn only asks for them.
+    for i in range(-1, (blocks - split + splits - 1) // splits):
+        block = split + (i + 1) * splits
+        at = _slots(block, entry, n, before, closed, SPAN, W, OF_KEYS)
+        entry = _named(block + splits, indices_ptr, named, stride_i_a, W, NAMED, OF_KEYS)
+        next_counts = at >= 0
+        # What does not count is read too, and multiplied by 0 later: no code becomes an infinity or NaN.
+        at = gl.maximum(at, 0)
+        ptr = gl.where(block < W, window_ptr, entries_ptr)
+        page = (at // TOKENS).to(gl.int64) * gl.where(block < W, stride_w_s, stride_e_s)
+        data = page + at % TOKENS * _DATA
+        scales = page + TOKENS * _DATA + at % TOKENS * _SCALES
+        ptrs = ptr + data[:, None, None] + offs
+        tail_ptrs = ptr + gl.convert_layout(data, OF_KEYS_OUT, assert_trivial=True)[:, None] + offs_tail[None, :]
+        s = (i + _STAGES) % _STAGES
+        phase = (i // _STAGES) & 1
+        # The right half is free first, and what scores begin with.
+        if i >= 0:
+            hopper.mbarrier.wait(free_r.index(s), phase ^ 1)
+            kept = gl.convert_layout(counts, OF_KEYS_OUT, assert_trivial=True)
+            last = gl.where(kept[:, None], tail, 0)[:, None, :]
+            x = gl.where(is_tail, last, _decoded(words_r, scales_r, OUT))
+            right.index(s).store(x.reshape([_KEYS, 128]))
+            biases.index(s).store(gl.where(counts, 0.0, float("-inf")))
+            hopper.fence_async_shared()
+            barrier()
+            hopper.mbarrier.arrive(ready_r.index(s), count=1)
+        words_r = gl.load(ptrs + 64, mask=coded, other=0)
+        tail = gl.load(tail_ptrs)
+        scales_r = gl.load(ptr + scales + 1, mask=next_counts, other=0)
+        if i >= 0:
+            hopper.mbarrier.wait(free_l.index(s), phase ^ 1)
+            left.index(s).store(_decoded(words_l, scales_l, OUT).reshape([_KEYS, 128]))
+            hopper.fence_async_shared()
+            barrier()
+            hopper.mbarrier.arrive(ready_l.index(s), count=1)
+        words_l = gl.load(ptrs)
+        scales_l = gl.load(ptr + scales, mask=next_counts, other=0)
+        counts = next_counts
+
+
+# --------------------------------------------------------------------------------------------------- scores and values
+
+
+@gluon.jit
+def _put_queries(q_ptr, stride_q_h, dest, FIRST: gl.constexpr):
+    """Half of the queries' columns, from FIRST on, into shared memory."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    heads = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    columns = FIRST + gl.arange(0, _HALF, gl.SliceLayout(0, ROWS))
+    dest.store(gl.load(q_ptr + heads[:, None] * stride_q_h + columns[None, :]))
+    hopper.fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _scores_of(s, phase, queries_l, queries_r, left, right, ready_l, ready_r, zeros):
+    """Begin the product of queries and a tile of rows, [heads, keys]."""
+    hopper.mbarrier.wait(ready_r.index(s), phase)
+    rows = right.index(s).permute((1, 0))
+    scores = hopper.warpgroup_mma(queries_r, rows, zeros, use_acc=False, is_async=True)
+    hopper.mbarrier.wait(ready_l.index(s), phase)
+    return hopper.warpgroup_mma(queries_l, left.index(s).permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def _put_weights(s, phase, scores, scale, top, total, biases, weights, decays, weights_ready, weights_free):
+    """Give a tile's weights, and what older sums are multiplied by, to the right half; (decay, top, total)."""
+    bias = biases.index(s).load(gl.SliceLayout(0, scores.type.layout))
+    scores = scores * scale + bias[None, :]
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    p = gl.exp2(scores - new_top[:, None])
+    decay = gl.exp2(top - new_top)
+    hopper.mbarrier.wait(weights_free.index(s), phase ^ 1)
+    weights.index(s).store(p.to(gl.bfloat16))
+    decays.index(s).store(decay)
+    hopper.fence_async_shared()
+    barrier()
+    hopper.mbarrier.arrive(weights_ready.index(s), count=1)
+    return decay, new_top, total * decay + gl.sum(p, 1)
+
+
+@gluon.jit
+def _put_sums(acc, total, row, split, splits, y_ptr, FIRST: gl.constexpr, SPLIT: gl.constexpr):
+    """The sums of half of the columns, from FIRST on: a part of them, or divided by the total the result."""
+    heads = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+    columns = FIRST + gl.arange(0, _HALF, gl.SliceLayout(0, acc.type.layout))
+    rows = row + heads
+    if SPLIT:
+        rows = rows * splits + split
+    else:
+        acc = acc * (1 / total)[:, None]
+    y_ptrs = y_ptr + rows[:, None] * (2 * _HALF) + columns[None, :]
+    gl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty))
+
+
+@gluon.jit
+def _attend_left(
+    queries_l, queries_r, weights, decays, totals, left, right, biases, ready_l, ready_r, free_l, queries_ready,
+    weights_ready, weights_free, total_ready, q_ptr, sinks_ptr, y_ptr, tops_ptr, stride_q_h, stride_sink, scale, row,
+    split, splits, blocks, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Scores, weights, and the sums of the left half."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OF_HEADS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    acc = gl.zeros([64, _HALF], gl.float32, SUMS)
+    zeros = gl.zeros([64, _KEYS], gl.float32, SCORES)
+    # Of the turn before the first.
+    weights.index(_STAGES - 1).store(zeros.to(gl.bfloat16))
+    _put_queries(q_ptr, stride_q_h, queries_l, 0)
+    heads = gl.arange(0, 64, OF_HEADS)
+    # Exponents are of 2. The largest score so far starts low, not at -inf, so that no difference is NaN.
+    scale *= 1.4426950408889634
+    top = gl.full([64], -1e30, gl.float32, OF_HEADS)
+    total = gl.zeros([64], gl.float32, OF_HEADS)
+    if split == 0:
+        # The sink is a key without a value, of the first part.
+        sink = gl.load(sinks_ptr + heads * stride_sink).to(gl.float32) * 1.4426950408889634
+        top = gl.where(sink < -1e30, -1e30, sink)
+        total = gl.full([64], 1.0, gl.float32, OF_HEADS)
+    decay = total
+    hopper.mbarrier.wait(queries_ready, 0)
+    n = (blocks - split + splits - 1) // splits
+    # The product with a tile's values comes behind that for the next one's scores, and beside their softmax; with the
+    # first one's scores there is one with weights of 0, which costs less than code of its own for that turn. A part may
+    # have no tile where few entries are closed.
+    for i in range(n):
+        s = i % _STAGES
+        phase = (i // _STAGES) & 1
+        last = gl.maximum(i - 1, 0) % _STAGES
+        scores = _scores_of(s, phase, queries_l, queries_r, left, right, ready_l, ready_r, zeros)
+        acc = acc * gl.convert_layout(decay, OF_SUMS, assert_trivial=True)[:, None]
+        acc = hopper.warpgroup_mma(weights.index((i + _STAGES - 1) % _STAGES), left.index(last), acc, is_async=True)
+        scores = hopper.warpgroup_mma_wait(1, deps=(scores,))
+        decay, top, total = _put_weights(
+            s, phase, scores, scale, top, total, biases, weights, decays, weights_ready, weights_free
+        )
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        barrier()
+        if i > 0:
+            hopper.mbarrier.arrive(free_l.index(last), count=1)
+    for _ in range(gl.minimum(n, 1)):
+        last = (n - 1) % _STAGES
+        acc = acc * gl.convert_layout(decay, OF_SUMS, assert_trivial=True)[:, None]
+        acc = hopper.warpgroup_mma(weights.index(last), left.index(last), acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+    if SPLIT:
+        rows = (row + heads) * splits + split
+        gl.store(tops_ptr + 2 * rows, top)
+        gl.store(tops_ptr + 2 * rows + 1, total)
+    else:
+        totals.store(total)
+        barrier()
+        hopper.mbarrier.arrive(total_ready, count=1)
+    total = gl.convert_layout(total, OF_SUMS, assert_trivial=True)
+    _put_sums(acc, total, row, split, splits, y_ptr, 0, SPLIT)
+
+
+@gluon.jit
+def _attend_right(
+    queries_r, weights, decays, totals, right, ready_r, free_r, queries_ready, weights_ready, weights_free, total_ready,
+    q_ptr, y_ptr, stride_q_h, row, split, splits, blocks, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The sums of the right half."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    OF_HEADS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    _put_queries(q_ptr, stride_q_h, queries_r, _HALF)
+    hopper.mbarrier.arrive(queries_ready, count=1)
+    acc = gl.zeros([64, _HALF], gl.float32, SUMS)
+    n = (blocks - split + splits - 1) // splits
+    for i in range(n):
+        s = i % _STAGES
+        phase = (i // _STAGES) & 1
+        # The weights imply the rows, but it is the writers' own fence that asynchronous products go by.
+        hopper.mbarrier.wait(ready_r.index(s), phase)
+        hopper.mbarrier.wait(weights_ready.index(s), phase)
+        acc = acc * decays.index(s).load(OF_HEADS)[:, None]
+        acc = hopper.warpgroup_mma(weights.index(s), right.index(s), acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        barrier()
+        hopper.mbarrier.arrive(free_r.index(s), count=1)
+        hopper.mbarrier.arrive(weights_free.index(s), count=1)
+    total = gl.full([64], 1.0, gl.float32, OF_HEADS)
+    if not SPLIT:
+        hopper.mbarrier.wait(total_ready, 0)
+        total = totals.load(OF_HEADS)
+    _put_sums(acc, total, row, split, splits, y_ptr, _HALF, SPLIT)
+
+
+# Numbers of entries and slots change from call to call: one kernel for all.
+@kernel
+@gluon.jit(do_not_specialize=["before", "slots", "named"])
+def _sparse_mla_hopper_kernel(
+    q_ptr,
+    window_ptr,
+    entries_ptr,
+    indices_ptr,
+    lengths_ptr,
+    sinks_ptr,
+    y_ptr,
+    tops_ptr,
+    before,
+    slots,
+    named,
+    scale,
+    stride_q_b,
+    stride_q_h,
+    stride_w_b,
+    stride_w_s,
+    stride_e_b,
+    stride_e_s,
+    stride_i_b,
+    stride_i_a,
+    stride_l,
+    stride_sink,
+    H: gl.constexpr,
+    SPAN: gl.constexpr,
+    RATIO: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    NAMED: gl.constexpr,
+    TOKENS: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    """64 heads of one token and every `splits`-th tile of its keys; a page's stride is in words."""
+    tiles: gl.constexpr = H // 64
+    W: gl.constexpr = (SPAN + _KEYS - 1) // _KEYS
+    pid, split, splits = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
+    b, head = (pid // tiles).to(gl.int64), pid % tiles * 64
+    n = gl.load(lengths_ptr + b * stride_l).to(gl.int32)
+    closed, blocks = slots, 0
+    if ENTRIES:
+        if not NAMED:
+            closed = gl.minimum(n // RATIO, slots)
+            named = closed
+        blocks = (named + _KEYS - 1) // _KEYS
+    # Blocks are dealt out in turn, so that the parts are equally long whatever is closed.
+    blocks += W
+    q_ptr += b * stride_q_b + head.to(gl.int64) * stride_q_h
+    sinks_ptr += head * stride_sink
+    window_ptr = (window_ptr + b * stride_w_b).to(gl.pointer_type(gl.int32), bitcast=True)
+    entries_ptr = (entries_ptr + b * stride_e_b).to(gl.pointer_type(gl.int32), bitcast=True)
+    indices_ptr += b * stride_i_b
+    row = b * H + head
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    queries_l = gl.allocate_shared_memory(gl.bfloat16, [64, _HALF], TILE)
+    queries_r = gl.allocate_shared_memory(gl.bfloat16, [64, _HALF], TILE)
+    left = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, _HALF], TILE)
+    right = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, _HALF], TILE)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, 64, _KEYS], TILE)
+    words_l = seen_as(left, gl.int32, [_STAGES, _KEYS, 128], WORDS)
+    words_r = seen_as(right, gl.int32, [_STAGES, _KEYS, 128], WORDS)
+    biases = gl.allocate_shared_memory(gl.float32, [_STAGES, _KEYS], FLAT)
+    decays = gl.allocate_shared_memory(gl.float32, [_STAGES, 64], FLAT)
+    totals = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    ready_l = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
+    ready_r = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
+    free_l = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
+    free_r = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
+    weights_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
+    weights_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
+    queries_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    total_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    for s in gl.static_range(_STAGES):
+        hopper.mbarrier.init(ready_l.index(s), count=1)
+        hopper.mbarrier.init(ready_r.index(s), count=1)
+        hopper.mbarrier.init(free_l.index(s), count=1)
+        hopper.mbarrier.init(free_r.index(s), count=1)
+        hopper.mbarrier.init(weights_ready.index(s), count=1)
+        hopper.mbarrier.init(weights_free.index(s), count=1)
+    hopper.mbarrier.init(queries_ready, count=1)
+    hopper.mbarrier.init(total_ready, count=1)
+    hopper.fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (_attend_left, (queries_l, queries_r, weights, decays, totals, left, right, biases, ready_l, ready_r,
+                            free_l, queries_ready, weights_ready, weights_free, total_ready, q_ptr, sinks_ptr, y_ptr,
+                            tops_ptr, stride_q_h, stride_sink, scale, row, split, splits, blocks, SPLIT)),
+            (_attend_right, (queries_r, weights, decays, totals, right, ready_r, free_r, queries_ready, weights_ready,
+                             weights_free, total_ready, q_ptr, y_ptr, stride_q_h, row, split, splits, blocks, SPLIT)),
+            (_decode_rows, (words_l, words_r, biases, ready_l, ready_r, free_l, free_r, window_ptr, entries_ptr,
+                            indices_ptr, stride_w_s, stride_e_s, stride_i_a, n, before, closed, named, split, splits,
+                            blocks, SPAN, NAMED, TOKENS)),
+        ],
+        [4, _DECODERS],
+        [_REGISTERS_RIGHT, _REGISTERS_DECODERS],
+    )  # fmt: skip
+
+
+def takes(q: Tensor, rope: int) -> bool:
+    """Whether this kernel runs here and takes such queries of one token a row, with a window and entries in pages."""
+    _, H, K = q.shape
+    sizes = q.dtype == torch.bfloat16 and K == COLUMNS and rope == ROPE and H > 0 and H % HEADS == 0
+    return sizes and refuses(q.device) is None
+
+
+def launch(
+    q: Tensor,
+    window: Tensor,
+    before: int,
+    entries: Tensor | None,
+    indices: Tensor | None,
+    lengths: Tensor,
+    sinks: Tensor,
+    y: Tensor,
+    tops: Tensor,
+    span: int,
+    ratio: int,
+    slots: int,
+    named: int,
+    tokens: int,
+    splits: int,
+    scale: float,
+) -> None:
+    """Fill y, or where the keys are split y's parts and `tops`, as `_sparse_mla_kernel` does.
+
+    before: slots of the window's ring. slots, named: of the entries, how many are named. tokens: of a page.
+    """
+    B, H, _ = q.shape
+    store = window if entries is None else entries
+    of_indices = (0, 0) if indices is None else indices.stride()
+    _sparse_mla_hopper_kernel[(B * (H // HEADS), splits)](
+        q,
+        window,
+        store,
+        q if indices is None else indices,
+        lengths,
+        sinks,
+        y,
+        tops,
+        before,
+        slots,
+        named,
+        scale,
+        q.stride(0),
+        q.stride(1),
+        window.stride(0),
+        window.stride(1) // 4,
+        store.stride(0),
+        store.stride(1) // 4,
+        *of_indices,
+        lengths.stride(0),
+        sinks.stride(0),
+        H=H,
+        SPAN=span,
+        RATIO=ratio,
+        ENTRIES=entries is not None,
+        NAMED=indices is not None,
+        TOKENS=tokens,
+        SPLIT=splits > 1,
+        num_warps=4,
+    )
