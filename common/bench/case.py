@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -84,6 +85,31 @@ def count(**operations: int) -> Formula:
     return formula
 
 
+class Chain(Op):
+    """Ops called one after another, as one op to a row that is of all of them; it has the first one's name."""
+
+    def __init__(self, calls: Callable[..., Any], *ops: Op) -> None:
+        """Calls are `calls(*ops, *arguments)`, and those of the references `calls(*references, *arguments)`."""
+        self.ops = ops
+        self.name = ops[0].name
+        self.mutates = ()
+        self.signature = inspect.signature(calls)
+        self.reference = functools.partial(calls, *(op.reference for op in ops))
+        self.overload = functools.partial(calls, *(op.overload for op in ops))
+        self._call = functools.partial(calls, *ops)
+
+    def __repr__(self) -> str:
+        return f"<ops {', '.join(op.name for op in self.ops)}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def backends(self, device: str) -> list[str]:
+        """Those that all the ops have."""
+        first, *others = (op.backends(device) for op in self.ops)
+        return [name for name in first if all(name in names for names in others)]
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of the registry. `name` is the op's, with a suffix where an op has several rows."""
@@ -107,6 +133,11 @@ class Case:
     has_kernel: bool = True
     # Floating-point operations outside of products.
     elementwise: Formula = lambda size: 0
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """What is called."""
+        return self.op.ops if isinstance(self.op, Chain) else (self.op,)
 
     def draw(self, size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Args:
         """Arguments of one call, from a seed.

@@ -5,12 +5,13 @@ Letters beside the house's: S residual streams, or slots and entries; R rank, C 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from xpu_ports.common.bench.case import Args, Case, Draw, Sample, count, sample_index
+from xpu_ports.common.bench.case import Args, Case, Chain, Draw, Sample, count, sample_index
 from xpu_ports.common.kernels.compress import compress_csa, compress_hca
 from xpu_ports.common.kernels.fp8_pages import PAGE_TOKENS, cache_rows, index_page_bytes, page_bytes, token_bytes
 from xpu_ports.common.kernels.indexer import indexer_scores, stable_topk
@@ -89,6 +90,29 @@ def _mhc_given(size: Size, draw: Draw) -> Args:
 def _mhc_post_products(size: Size, draw: Draw) -> Args:
     S, D = size["S"], size["D"]
     return *_mhc_post(size, draw), _wide(draw, (2 + S) * S, S * D) * (S * D) ** -0.5
+
+
+def _mhc_post_pre(size: Size, draw: Draw) -> Args:
+    return *_mhc_post_products(size, draw), _wide(draw, 3), _wide(draw, (2 + size["S"]) * size["S"])
+
+
+def _post_products_then_pre(
+    post_products: Callable[..., Any], pre: Callable[..., Any], *given: Tensor
+) -> tuple[Tensor, ...]:
+    y, x, post, comb, fn, scale, base = given
+    streams, products = post_products(y, x, post, comb, fn)
+    return streams, *pre(streams, fn, scale, base, EPS, EPS, 20, products)
+
+
+def _post_then_pre(put_back: Callable[..., Any], pre: Callable[..., Any], *given: Tensor) -> tuple[Tensor, ...]:
+    y, x, post, comb, fn, scale, base = given
+    streams = put_back(y, x, post, comb)
+    return streams, *pre(streams, fn, scale, base, EPS, EPS, 20)
+
+
+def _streams_between(args: Args) -> int:
+    """The second op's reading of the streams, below zero: it counts."""
+    return -args[1].numel() * args[1].element_size()
 
 
 def _first_and_last_64(args: Args, outputs: list[Tensor]) -> tuple[Args, list[Tensor]]:
@@ -324,6 +348,23 @@ CASES = (
         _first_and_last_64,
         lambda size: 2 * size["T"] * 24 * 4 * size["D"],
         elementwise=count(TSSD=2, TSD=4),
+    ),
+    *(
+        Case(
+            name,
+            chain,
+            _TOKENS,
+            _mhc_post_pre,
+            {},
+            _ends(0, 1, 2, 3),
+            lambda size: 2 * size["T"] * 24 * 4 * size["D"],
+            unread=_streams_between,
+            elementwise=count(TSSD=2, TSD=6, TSS=60),
+        )
+        for name, chain in (
+            ("mhc_post_products.pre", Chain(_post_products_then_pre, mhc_post_products, mhc_pre)),
+            ("mhc_post.pre", Chain(_post_then_pre, mhc_post, mhc_pre)),
+        )
     ),
     Case("mhc_head", mhc_head, _TOKENS, _mhc_head, {}, _ends(0), elementwise=count(TSSD=2, TSD=4)),
     Case(

@@ -48,9 +48,14 @@ class Variant:
     # The back end of ours to force, or None for code that is not ours.
     backend: str | None = None
 
-    def context(self, case: Case) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def context(self, case: Case) -> Iterator[None]:
         """What the calls run in."""
-        return contextlib.nullcontext() if self.backend is None else use_backend(self.backend, op=case.op.name)
+        with contextlib.ExitStack() as stack:
+            if self.backend is not None:
+                for op in case.ops:
+                    stack.enter_context(use_backend(self.backend, op=op.name))
+            yield
 
 
 @dataclass

@@ -67,6 +67,8 @@ SMALL = {
     "mhc_pre.products": "T5-S4-D8",
     "mhc_post": "T5-S4-D8",
     "mhc_post_products": "T5-S4-D8",
+    "mhc_post_products.pre": "T5-S4-D8",
+    "mhc_post.pre": "T5-S4-D8",
     "mhc_head": "T5-S4-D8",
     "compress_csa": "B3-T9-C4",
     "compress_hca": "B3-T9-C4",
@@ -201,6 +203,16 @@ def test_products_are_counted_once():
     assert CASES["decode_attention"].flops({"B": 2, "H": 3, "S": 5, "K": 7, "Z": 99}) == 4 * 2 * 3 * 5 * 7
     assert CASES["rms_norm"].elementwise({"T": 2, "N": 3}) == 4 * 2 * 3
     assert CASES["mhc_post"].elementwise({"T": 2, "S": 4, "D": 3}) == 2 * 2 * 4 * 4 * 3 + 2 * 2 * 4 * 3
+
+
+def test_a_chain_counts_what_is_between_its_ops_twice():
+    args, outputs = full(CASES["mhc_post.pre"])
+    y, x, *weights = args
+    streams, layer_input, post, comb = outputs
+    small = [*weights, post, comb]
+    expected = sum(t.numel() for t in (x, streams, streams, y, layer_input, *small)) * 8
+    for name in ("mhc_post.pre", "mhc_post_products.pre"):
+        assert CASES[name].work(SMALL[name], args, outputs).moved == expected
 
 
 def test_bytes_count_inputs_outputs_and_state_twice():

@@ -141,6 +141,13 @@ def test_the_forced_back_end_is_what_runs():
     assert {(d.backend, d.reason) for d in lines} == {("reference", "forced")}
 
 
+def test_the_forced_back_end_of_a_chain_is_what_all_its_ops_run():
+    dispatch.reset_explain()
+    results(CASES["mhc_post.pre"], "T2-S4-D8")
+    lines = [(d.op, d.backend, d.reason) for d in dispatch.explain(show=False) if d.op.startswith("mhc")]
+    assert set(lines) == {("mhc_post", "reference", "forced"), ("mhc_pre", "reference", "forced")}
+
+
 def test_a_back_end_that_refuses_says_why(monkeypatch: pytest.MonkeyPatch):
     # No implementation takes a CPU tensor here, so that forcing one is refused.
     refusing = run_module.Variant("triton", lambda: run_module.prepare_op(CASES["rms_norm"].op), backend="triton")
