@@ -29,11 +29,12 @@ else:
         from triton.experimental import gluon
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.language.nvidia import hopper
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
         from triton.language.extra import cuda as extra
     except ImportError as error:
         _WHY_NOT = f"Gluon cannot be imported: {error}"
 if _WHY_NOT is not None:
-    gluon = gl = hopper = extra = tritonlib.Inert()  # type: ignore[assignment]
+    gluon = gl = hopper = extra = TensorDescriptor = tritonlib.Inert()  # type: ignore[assignment]
 
 # Named in this way by Triton 3.9, and in that way by 3.6.
 copy_async = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared

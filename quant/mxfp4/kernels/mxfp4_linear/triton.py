@@ -13,6 +13,7 @@ from xpu_ports.quant.mxfp4.format import BLOCK
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import (
     check_arguments,
     fragments,
+    hopper,
     mxfp4_linear,
     mxfp4_linear_a4,
     row,
@@ -78,6 +79,8 @@ def _multiply(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: 
         row.launch(x, packed, scale, bias, y)
     elif arch.name == "nvidia" and rows <= fragments.LARGEST_SLICED:
         fragments.launch_slices(x, packed, scale, bias, y)
+    elif arch.name == "nvidia" and hopper.takes(x, packed):
+        hopper.launch(x, packed, scale, bias, y)
     elif arch.name == "nvidia" and rows <= fragments.LARGEST_TILED:
         fragments.launch_tiles(x, packed, scale, bias, y, fragments.tile(arch, rows, N, K, tiles.PARTS[x.dtype]))
     elif rows <= LARGEST_VECTOR:

@@ -1,0 +1,119 @@
+"""What kernels in Gluon compile to for NVIDIA's Hopper, on any machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Of a multiprocessor, in bytes, for one program.
+SHARED_MEMORY = 227 * 1024
+# In a process of its own, since Triton's interpreter, which the tests run in, has no Gluon.
+_PROGRAM = '''
+import collections
+import json
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+from torch import Tensor
+
+from xpu_ports.common import gluonlib
+from xpu_ports.common.device import use_architecture
+
+
+def skip(why):
+    print(json.dumps({"skip": why}))
+    sys.exit()
+
+
+if gluonlib._WHY_NOT is not None:
+    skip(gluonlib._WHY_NOT)
+import triton
+from triton.backends.compiler import GPUTarget
+
+if "nvidia" not in triton.backends.backends:
+    skip("this Triton compiles nothing for NVIDIA's GPUs")
+try:
+    tool = triton.knobs.nvidia.cuobjdump.path
+    triton.knobs.nvidia.ptxas.path
+except (AttributeError, RuntimeError) as error:
+    skip(f"ptxas or cuobjdump is missing: {error}")
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32"}
+OPTIONS = ("num_warps", "launch_pdl", "maxnreg")
+
+
+class Compiled:
+    """Stands for a kernel of `tritonlib` whose arguments are boxes: its launch compiles and keeps what came of it."""
+
+    def __init__(self, kernel):
+        self.names, self.boxed = kernel.names, kernel.function
+
+    def __getitem__(self, grid):
+        return self.compile
+
+    def compile(self, *args, **constants):
+        options = {name: constants.pop(name) for name in OPTIONS if name in constants}
+        known = {**constants, **options}
+        constants.update((name, known[name]) for name in OPTIONS if name in self.names)
+        signature, aligned = dict.fromkeys(self.names, "constexpr"), {}
+        for i, (name, value) in enumerate(zip(self.names, args)):
+            if i in self.boxed.boxes:
+                shape = list(self.boxed.boxes[i].shape(known))
+                layout = NVMMASharedLayout(128, 8 * value.itemsize, 2)
+                signature[name] = f"tensordesc<{NAMES[value.dtype]}{shape},{layout!r}>"
+            elif isinstance(value, Tensor):
+                signature[name] = "*" + NAMES[value.dtype]
+                aligned[i,] = [["tt.divisibility", 16]]
+            elif value == 1 and not self.boxed.function.params[i].do_not_specialize:
+                constants[name] = 1
+            else:
+                signature[name] = "i32"
+                if value % 16 == 0 and not self.boxed.function.params[i].do_not_specialize:
+                    aligned[i,] = [["tt.divisibility", 16]]
+        places = {(self.names.index(name),): value for name, value in constants.items()}
+        source = GluonASTSource(self.boxed.function, signature, places, aligned)
+        self.result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+    def report(self, **described):
+        """Print its shared memory, and how often its code has some instructions."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.result.asm["cubin"])
+            file.flush()
+            code = subprocess.check_output([tool, "-sass", file.name], text=True)
+        names = re.findall(r"\\b(HGMMA|LDL|STL|WARPGROUP\\.DEPBAR|UTMALDG|UTMASTG)\\b", code)
+        print(json.dumps({**described, "shared": self.result.metadata.shared, **collections.Counter(names)}))
+
+
+class Nothing:
+    """Stands for a kernel that is not asked about."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: None
+
+
+'''
+
+
+def hopper_code(program: str) -> list[dict[str, Any]]:
+    """What a program's calls of `Compiled.report` tell; skips the test where nothing can be compiled."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "XPU_PORTS_TUNING": "off"}
+    command = [sys.executable, "-c", _PROGRAM + textwrap.dedent(program)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if "skip" in lines[0]:
+        pytest.skip(lines[0]["skip"])
+    return lines
