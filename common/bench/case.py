@@ -93,6 +93,8 @@ class Chain(Op):
         self.ops = ops
         self.name = ops[0].name
         self.mutates = ()
+        # It has none of its own.
+        self.implementations = []
         self.signature = inspect.signature(calls)
         self.reference = functools.partial(calls, *(op.reference for op in ops))
         self.overload = functools.partial(calls, *(op.overload for op in ops))
