@@ -8,7 +8,8 @@
 Sinkhorn's iterations divide by the sums of columns and of rows in turn, the columns' first and last, so that both end
 near 1 and no stream grows from layer to layer.
 
-fn x and |x|^2 are made by `mhc_pre`, or before, by `mhc_post_products`, which has the streams in registers.
+fn x and |x|^2 are made by `mhc_pre`, or before, by `mhc_post_products`, which has the streams at hand: where
+`products_save_time` says so.
 
 Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections" (arXiv:2512.24880); DeepSeek-AI, "DeepSeek-V4",
 section 2.2; the order of operations and where eps goes are those of its inference code (model.py, class Block).
@@ -167,5 +168,5 @@ def _collapse(x: Tensor, shares: Tensor) -> Tensor:
 
 
 # Registers the kernels.
-from xpu_ports.common.kernels.mhc import products as _products  # noqa: E402, F401
 from xpu_ports.common.kernels.mhc import triton as _triton  # noqa: E402, F401
+from xpu_ports.common.kernels.mhc.products import products_save_time as products_save_time  # noqa: E402

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.common.ops import Runner, assert_rounded_once, normal, refusal
-from xpu_ports.common import tritonlib
+from tests.common.ops import Runner, Target, assert_rounded_once, normal, refusal
+from xpu_ports.common import gluonlib, tritonlib
 from xpu_ports.common.device import ARCHITECTURES, Architecture, use_architecture
 from xpu_ports.common.dispatch import Op, use_backend
 from xpu_ports.common.kernels.mhc import (
     FEW_TOKENS,
     MOST_PARTS,
+    hopper,
     mhc_head,
     mhc_post,
     mhc_post_products,
@@ -302,6 +304,92 @@ class TestPostProducts:
             y, x, post, comb, fn = back(1, T, 4, 72, 24, dtype)
             factors = 10.0 ** (torch.arange(T) % 5 * 2 - 4)
             run((y * factors[:, None]).to(dtype), (x * factors[:, None, None]).to(dtype), post, comb, fn)
+
+
+@pytest.mark.op("mhc_post_products")
+class TestPostProductsOnHopper:
+    """Many tokens: whole tiles of 64 and others, one and two tiles at a time, one part and several."""
+
+    @pytest.fixture(autouse=True)
+    def launches(self, run: Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+        """What the kernel was launched on, which has to be something."""
+        if run.target != Target("triton", "cuda"):
+            pytest.skip("a kernel for NVIDIA's Hopper")
+        reason = gluonlib.refuses(torch.device("cuda", torch.cuda.current_device()))
+        if reason is not None:
+            pytest.skip(reason)
+        run.rounds_once = False
+        launch, seen = hopper.launch, []
+
+        def counted(y: Tensor, *rest: Tensor) -> None:
+            seen.append(y)
+            launch(y, *rest)
+
+        monkeypatch.setattr(hopper, "launch", counted)
+        yield seen
+        assert seen
+
+    @pytest.mark.parametrize(("T", "D", "rows"), [(1024, 512, 24), (1025, 512, 24), (1025, 1024, 4), (1500, 4096, 24)])
+    def test_tokens(self, run: Runner, T: int, D: int, rows: int) -> None:
+        given = back(1, T, 4, D, rows, torch.bfloat16)
+        streams, products = run(*given)
+        with use_backend("triton"):
+            plain = mhc_post(*(t.to("cuda") for t in given[:4])).cpu()
+        # A unit of bf16, where multiplications are fused with other additions, and of fp32 where terms cancel.
+        torch.testing.assert_close(streams, plain, rtol=2**-7, atol=2**-20)
+        assert (streams != plain).sum() <= plain.numel() // 10000
+        fn = given[4]
+        off = (products.double().sum(-2) - exact(streams, fn)).abs()
+        size = streams.flatten(-2).double().norm(dim=-1, keepdim=True)
+        assert (off[..., :-1] <= 2.5e-7 * size * fn.double().norm(dim=-1)).all()
+        assert (off[..., -1:] <= 2.5e-7 * size.square()).all()
+        # A part is of its own columns.
+        for part in range(D // 512):
+            columns = slice(512 * part, 512 * part + 512)
+            own = fn.unflatten(-1, (4, D))[..., columns].flatten(-2)
+            expected = exact(streams[..., columns], own)
+            torch.testing.assert_close(products[..., part, :].double(), expected, rtol=1e-6, atol=1e-5)
+
+    def test_layouts(self, run: Runner) -> None:
+        """Batches in tensors that are wider, and a weight beside what is no number."""
+        y = torch.randn(2, 520, 1024).bfloat16()[..., 256:768]
+        x = torch.randn(2, 520, 2560).bfloat16()[..., 256:2304].unflatten(-1, (4, 512))
+        wide = torch.full((24, 2100), float("nan"))
+        wide[:, :2048] = weights(4, 512)[0]
+        run(y, x, torch.rand(2, 520, 4), torch.rand(2, 520, 4, 4), wide[:, :2048])
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_shares_of_other_dtypes(self, run: Runner, dtype: torch.dtype) -> None:
+        y, x, post, comb, fn = back(1, 1024, 4, 512, 24, torch.bfloat16)
+        run(y, x, post.to(dtype), comb.to(dtype), fn)
+
+    @pytest.mark.filterwarnings("ignore:All-NaN slice")
+    def test_not_a_number_stays_in_its_token(self, run: Runner) -> None:
+        y, x, post, comb, fn = back(1, 1025, 4, 1024, 24, torch.bfloat16)
+        x[0, 1024, 2, 5] = x[0, 7, 0, 1000] = float("nan")
+        streams, products = run(y, x, post, comb, fn)
+        assert streams[0, 1024, :, 5].isnan().all()
+        assert products[0, 1024, 0].isnan().all()
+        assert products[0, 7, 1].isnan().all()
+        assert int(products.isfinite().all(-1).sum()) == 2 * 1025 - 2
+        assert int(streams.isfinite().sum()) == streams.numel() - 8
+
+    def test_calls_made_again(self, launches: list[Tensor]) -> None:
+        """Launches that are kept, with other tensors, and in a graph."""
+        first, second = ([t.to("cuda") for t in back(1, 1100, 4, 512, 24, torch.bfloat16)] for _ in range(2))
+        expected = mhc_post_products(*first), mhc_post_products(*second)
+        for i in range(24):
+            for ours, theirs in zip(mhc_post_products(*(first, second)[i % 2]), expected[i % 2], strict=True):
+                assert torch.equal(ours, theirs)
+        assert len(launches) < 24
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = mhc_post_products(*first)
+        for t, other in zip(first, second, strict=True):
+            t.copy_(other)
+        graph.replay()
+        for ours, theirs in zip(captured, expected[1], strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("T", [1, 5, 70])
