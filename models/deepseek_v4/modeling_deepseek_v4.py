@@ -34,7 +34,7 @@ from xpu_ports.common.kernels.compress import compress_csa, compress_hca
 from xpu_ports.common.kernels.fp8_pages import cache_rows
 from xpu_ports.common.kernels.gated_mlp import gated_activation
 from xpu_ports.common.kernels.indexer import indexer_scores, stable_topk
-from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_post_products, mhc_pre
+from xpu_ports.common.kernels.mhc import mhc_head, mhc_post, mhc_post_products, mhc_pre, products_save_time
 from xpu_ports.common.kernels.mla_rope import (
     inverse_rope_grouped_out,
     norm_rope_insert,
@@ -441,17 +441,13 @@ class DeepseekV4HyperHead(nn.Module):
         return mhc_head(x, self.hc_fn, self.hc_scale, self.hc_base, self.norm_eps, self.eps, products)
 
 
-# Tokens of which products made early save time, as measured on an H200.
-PRODUCTS_OF = 8
-
-
 def streams_after(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, fn: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The streams x [B, T, S, D] with a layer's output y [B, T, D] put in, and what who reads them next has to make.
 
-    That are products with its weights fn, which are left to it where None are known, and of more than some tokens, of
-    which it reads the streams sooner than they are multiplied here.
+    That are products with its weights fn, which are left to it where None are known, and where it reads the streams
+    sooner than they are multiplied here.
     """
-    if fn is None or y.shape[:-1].numel() > PRODUCTS_OF:
+    if fn is None or not products_save_time(y, x, fn):
         return mhc_post(y, x, post, comb), None
     return mhc_post_products(y, x, post, comb, fn)
 

@@ -434,6 +434,10 @@ class TestReadersOfStreams:
         assert largest(logits, full[:, :8]) < 1e-3
         given, _ = self.makers(tiny, monkeypatch, ids, 9)
         assert not any(given)
+        monkeypatch.setattr(modeling_deepseek_v4, "products_save_time", lambda y, x, fn: True)
+        given, logits = self.makers(tiny, monkeypatch, ids, 9)
+        assert given == [False] + [True] * 2 * len(tiny.model.layers)
+        assert largest(logits, full[:, :9]) < 1e-3
 
     @pytest.mark.parametrize("hooked", ["layers.0.ffn_hc", "layers.1.attn_hc", "hc_head"])
     def test_one_with_hooks_makes_its_own(self, ids, tiny, full, monkeypatch, hooked):
