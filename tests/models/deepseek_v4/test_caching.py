@@ -132,8 +132,9 @@ def test_reset(model):
     assert_goes_on(model, cache, ids)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8"])
-def test_reorder(model, dtype):
+# In another row of a batch a sum may be rounded otherwise, and an entry then to the next number of fp8.
+@pytest.mark.parametrize(("dtype", "close"), [("auto", CLOSE), ("fp8", 100 * CLOSE)], ids=["auto", "fp8"])
+def test_reorder(model, dtype, close):
     ids = tokens(3, 70)
     cache = DeepseekV4Cache(model.config, dtype)
     logits(model, ids, cache)
@@ -141,7 +142,7 @@ def test_reorder(model, dtype):
     plain = DeepseekV4Cache(model.config, dtype)
     logits(model, ids[[2, 0, 0]], plain)
     for piece in tokens(3, 24).split([4, *[1] * 20], dim=1):
-        assert (logits(model, piece, cache) - logits(model, piece, plain)).abs().max() <= CLOSE
+        assert (logits(model, piece, cache) - logits(model, piece, plain)).abs().max() <= close
 
 
 def test_the_batch_grows_and_shrinks(model):
