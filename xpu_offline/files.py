@@ -51,9 +51,10 @@ def main(arguments: list[str]) -> int:
     for _ in range(int(os.environ.get("XPU_CHECK_PROCESSES") or len(os.sched_getaffinity(0)))):
         running |= _next(waiting, seen, given)
     while running:
-        process, status = os.wait()
+        process, status, used = os.wait3(0)
         name = running.pop(process)
-        failed |= not _ended(name, os.waitstatus_to_exitcode(status), seen)
+        passed = _ended(name, os.waitstatus_to_exitcode(status), seen, used.ru_utime + used.ru_stime)
+        failed |= not passed
         running |= _next(waiting, seen, given)
     return int(failed)
 
@@ -87,8 +88,8 @@ def _start(name: str, seen: pathlib.Path, given: list[str]) -> int:
         os._exit(status)
 
 
-def _ended(name: str, status: int, seen: pathlib.Path) -> bool:
-    """Say what came of a file of tests, and whether it passed."""
+def _ended(name: str, status: int, seen: pathlib.Path, seconds: float) -> bool:
+    """Say what came of a file of tests and the CPU seconds that it took, and whether it passed."""
     log = _log(name, seen)
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     shown = [line for line in lines if _SHOWN.search(line)] or lines[-20:]
@@ -102,7 +103,7 @@ def _ended(name: str, status: int, seen: pathlib.Path) -> bool:
         passed = False
     if not passed:
         shown.append(f"{name}: exit status {status}")
-    print(f"--- {name}", *shown, sep="\n", flush=True)
+    print(f"--- {name}", *shown, f"{seconds:.0f} CPU seconds", sep="\n", flush=True)
     return passed
 
 
