@@ -29,6 +29,8 @@ from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
 
 # Rows of x for which it is faster than `fragments.py` and than decoding to memory for the vendor's product.
 SMALLEST, LARGEST = 65, 2048
+# The part of the multiprocessors that has to have work.
+BUSY = 0.75
 # Columns of a turn: a box of codes has 128 bytes of a row, which are four steps of x.
 _TURN = 256
 # Most programs that share a tile, on average: who begins it adds their sums one after another.
@@ -432,7 +434,7 @@ def takes(x: Tensor, packed: Tensor) -> bool:
         return False
     arch = architecture(x.device)
     cut = tile(arch, M, N)
-    if _SHARERS * cdiv(M, cut.block_m) * cdiv(N, 16 * cut.warps) < 0.75 * arch.units:
+    if _SHARERS * cdiv(M, cut.block_m) * cdiv(N, 16 * cut.warps) < BUSY * arch.units:
         return False
     merged = row_strides(x, dims=1)
     if merged is None:
