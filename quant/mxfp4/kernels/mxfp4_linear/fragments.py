@@ -22,6 +22,7 @@ from xpu_ports.common.kernels.rms_norm import dims_used, row_offset
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import cdiv, kernel, next_power_of_2, on_device_of, tl, triton
 from xpu_ports.quant.mxfp4.kernels.decoding import code_pair
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import hopper_few
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear.tiles import PARTS, Groups, add_parts, rest_of, top_of
 
 # Rows of x that the kernel without shared memory takes.
@@ -325,6 +326,9 @@ def launch_slices(
 
     With experts, one a row, row i reads row i // share of x; with groups the rows are sorted by expert.
     """
+    if experts is None and groups is None and hopper_few.takes(x, packed, scale):
+        hopper_few.launch(x, packed, scale, bias, y)
+        return
     N, K = packed.shape[-2], x.shape[-1]
     rows = y.numel() // N
     sizes, (stride_x,) = row_strides(x)  # type: ignore[misc]

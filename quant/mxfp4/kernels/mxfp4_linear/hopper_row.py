@@ -51,28 +51,28 @@ _PAIRS = gl.constexpr(
 
 
 @gluon.constexpr_function
-def _bits(n):
+def bits(n):
     return n.bit_length() - 1
 
 
 @gluon.constexpr_function
-def _up_to_power(n):
+def up_to_power(n):
     return 1 << (n - 1).bit_length()
 
 
 @gluon.constexpr_function
 def _words_in_memory(warps, rows):
     # The lowest bit of a row moves its words by 16, so that the two rows that eight lanes read have banks of their own.
-    of_rows = [[1, 16], *[[2 << i, 0] for i in range(_bits(rows) - 1)]]
-    return gl.SharedLinearLayout([*[[0, 1 << i] for i in range(5 + _bits(warps))], *of_rows])
+    of_rows = [[1, 16], *[[2 << i, 0] for i in range(bits(rows) - 1)]]
+    return gl.SharedLinearLayout([*[[0, 1 << i] for i in range(5 + bits(warps))], *of_rows])
 
 
 @gluon.constexpr_function
 def _words_of_lanes(warps, rows):
     # Lane 4 g + t has words 4 t and 16 + 4 t to the next four of rows g and g + 8.
-    of_rows = [[8 << i, 0] for i in range(_bits(rows) - 3)]
+    of_rows = [[8 << i, 0] for i in range(bits(rows) - 3)]
     lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
-    of_warps = [[0, 32 << i] for i in range(_bits(warps))]
+    of_warps = [[0, 32 << i] for i in range(bits(warps))]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 16], *of_rows], lanes, of_warps, [], [rows, 32 * warps])
 
 
@@ -81,21 +81,21 @@ def _scales_in_memory(rows, width, size):
     # In units of `size` bytes. Eight rows' eight bytes of the same columns have banks of their own.
     chunks, unit = width // 8, 8 // size
     of_rows, move = [], 1
-    for i in range(_bits(rows)):
+    for i in range(bits(rows)):
         moved = 0
         if i < 3 and width << i >= 128 and move < chunks:
             moved, move = move, 2 * move
         of_rows.append([1 << i, unit * moved])
-    return gl.SharedLinearLayout([*[[0, 1 << i] for i in range(_bits(unit * chunks))], *of_rows])
+    return gl.SharedLinearLayout([*[[0, 1 << i] for i in range(bits(unit * chunks))], *of_rows])
 
 
 @gluon.constexpr_function
 def _scales_of_lanes(warps, rows):
     # As the products' sums lie.
-    of_rows = [[8 << i, 0] for i in range(_bits(rows) - 3)]
+    of_rows = [[8 << i, 0] for i in range(bits(rows) - 3)]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
-        [[0, 1], *of_rows], lanes, [[0, 8 << i] for i in range(_bits(warps))], [], [rows, 8 * warps]
+        [[0, 1], *of_rows], lanes, [[0, 8 << i] for i in range(bits(warps))], [], [rows, 8 * warps]
     )
 
 
@@ -103,7 +103,7 @@ def _scales_of_lanes(warps, rows):
 def _x_of_lanes(warps):
     # Lane 4 g + t has block g of its warp's eight, whatever t is: [warp, g, t, column].
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
-    of_warps = [[1 << i, 0, 0, 0] for i in range(_bits(warps))]
+    of_warps = [[1 << i, 0, 0, 0] for i in range(bits(warps))]
     return gl.DistributedLinearLayout([[0, 0, 0, 1 << i] for i in range(5)], lanes, of_warps, [], [warps, 8, 4, 32])
 
 
@@ -124,6 +124,17 @@ def _codes(words, WARPS: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr)
 
 
 @gluon.jit
+def add_exactly(total, code, scale, x_ptrs):
+    """total and, as fp32 numbers make them, words [rows, words] of codes with scales times eight columns of x each."""
+    factor = power(scale)
+    for nibble in range(8):
+        x = gl.load(x_ptrs + nibble).to(gl.float32)
+        total += low_number(code, True) * factor * x[None, :]
+        code = code >> 4
+    return total
+
+
+@gluon.jit
 def _exact_sums(x_ptr, words, scale_ptr, start, N, stride_s, second, K: gl.constexpr, WARPS: gl.constexpr,
                 ROWS: gl.constexpr, GLU: gl.constexpr):  # fmt: skip
     """The sums as fp32 numbers make them, of words in shared memory; [ROWS]."""
@@ -135,11 +146,7 @@ def _exact_sums(x_ptr, words, scale_ptr, start, N, stride_s, second, K: gl.const
         code = words.index(turn).load(LANES)
         at = turn * 32 * WARPS + columns
         scale = gl.load(scale_ptr + (rows * stride_s)[:, None] + (at // 4)[None, :])
-        factor = power(scale)
-        for nibble in range(8):
-            x = gl.load(x_ptr + 8 * at + nibble).to(gl.float32)
-            total += low_number(code, True) * factor * x[None, :]
-            code = code >> 4
+        total = add_exactly(total, code, scale, x_ptr + 8 * at)
     return gl.sum(total, axis=1)
 
 
@@ -191,7 +198,7 @@ def _hopper_row_kernel(
     TURNS: gl.constexpr = K // (256 * WARPS)
     WORDS: gl.constexpr = 32 * WARPS
     # Scales of a row, up to a power of two.
-    SCALES: gl.constexpr = _up_to_power(K // 32)
+    SCALES: gl.constexpr = up_to_power(K // 32)
     OUT: gl.constexpr = ROWS // 2 if GLU else ROWS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -316,10 +323,10 @@ def takes(x: Tensor, packed: Tensor, scale: Tensor) -> bool:
     # Of one weight what is more than the shared memory of all multiprocessors is read as fast by `row.py`.
     if packed.dim() == 2 and packed.numel() > 1.25 * arch.units * arch.shared_memory:
         return False
-    return _steps(packed, 64, 16) and _steps(scale, 8, 8)
+    return in_steps(packed, 64, 16) and in_steps(scale, 8, 8)
 
 
-def _steps(t: Tensor, stride: int, offset: int) -> bool:
+def in_steps(t: Tensor, stride: int, offset: int) -> bool:
     """Whether all rows begin at multiples."""
     return all(s % stride == 0 for s in t.stride()[:-1]) and t.storage_offset() % offset == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from xpu_ports.quant.mxfp4 import format
 from xpu_ports.quant.mxfp4.format import dequantize, quantize
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import (
     fragments,
+    hopper_few,
     hopper_row,
     mxfp4_linear,
     mxfp4_linear_a4,
@@ -66,6 +68,25 @@ def linear(run: Runner) -> Runner:
     run.rounds_once = False
     run.sums_on_matrix_units = True
     return run
+
+
+@pytest.fixture
+def taken(run: Runner, target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where kernels for Hopper run: of each call that the one for few rows takes, the rows."""
+    why = "another back end" if target.backend != "triton" else gluonlib.refuses(torch.device(target.device))
+    if why is not None:
+        pytest.skip(f"not here: {why}")
+    # Calls alike are made again without the wrapper.
+    run.op.forget()
+    rows: list[int] = []
+    launch = hopper_few.launch
+
+    def counted(x: Tensor, *args: Any) -> None:
+        rows.append(x.numel() // x.shape[-1])
+        launch(x, *args)
+
+    monkeypatch.setattr(hopper_few, "launch", counted)
+    return rows
 
 
 class Both:
@@ -161,6 +182,40 @@ class Both:
         x[0, 7] = value
         scale[N // 2, 1], scale[0, 5], scale[N - 1, K // 32 - 1] = 255, 200, 0
         linear(x, packed, scale)
+
+    @pytest.mark.parametrize("value", [1.0, 1e30, math.inf])
+    @pytest.mark.parametrize(
+        ("M", "N", "K"),
+        [(2, 131, 2048), (3, 48, 3072), (8, 4301, 4096), (9, 131, 8192), (16, 4301, 2048), (16, 131, 4096)],
+    )
+    def test_few_rows_on_hopper(self, linear: Runner, taken: list[int], M: int, N: int, K: int, value: float) -> None:
+        """Weights by copies some turns ahead; rows of a wider x; scales and an x that the products do not take."""
+        packed, scale = weight_of(N, K)
+        x = torch.randn(M, K + 8).bfloat16()[:, 8:]
+        linear(x, packed, scale, torch.randn(N).bfloat16())
+        x[M - 1, 7] = value
+        scale[N // 2, 1], scale[0, 5], scale[N - 1, K // 32 - 1] = 255, 200, 0
+        linear(x, packed, scale)
+        assert taken == [M, M]
+
+    @pytest.mark.parametrize(("M", "tiles"), [(5, 1), (5, 4), (5, 6), (12, 1), (12, 2), (12, 3)])
+    def test_cuts_of_few_rows_on_hopper(
+        self, linear: Runner, taken: list[int], monkeypatch: pytest.MonkeyPatch, M: int, tiles: int
+    ) -> None:
+        """The last program's outputs are some of the one before it."""
+        monkeypatch.setattr(hopper_few, "cut", lambda *_: hopper_few.Cut(tiles))
+        linear(torch.randn(M, 2560).bfloat16(), *weight_of(131, 2560))
+        assert taken == [M]
+
+    def test_views_on_hopper(self, linear: Runner, taken: list[int]) -> None:
+        """Where one stride walks the rows, which begin at multiples of 16 bytes; others are not the kernel's."""
+        wide, weight = torch.randn(2, 3, 2056).bfloat16(), weight_of(48, 2048)
+        linear(wide[..., 8:], *weight)
+        linear(wide[:, :2, 8:], *weight)
+        linear(wide[:, 1, :2048], *weight)
+        linear(wide[..., 4:2052], *weight)
+        linear(wide[:, :1, :2048].expand(2, 4, 2048)[0], *weight)
+        assert taken == ([6, 2, 4] if self.op is mxfp4_linear else [6, 4, 2, 6, 4])
 
     @FLOATS
     @pytest.mark.usefixtures("elsewhere")
