@@ -56,10 +56,11 @@ OPTIONS = ("num_warps", "launch_pdl", "maxnreg")
 
 
 class Compiled:
-    """Stands for a kernel of `tritonlib` whose arguments are boxes: its launch compiles and keeps what came of it."""
+    """Stands for a kernel of `tritonlib`, also with boxes: its launch compiles and keeps what came of it."""
 
     def __init__(self, kernel):
-        self.names, self.boxed = kernel.names, kernel.function
+        self.names, self.boxes = kernel.names, getattr(kernel.function, "boxes", {})
+        self.function = kernel.function.function if self.boxes else kernel.function
 
     def __getitem__(self, grid):
         return self.compile
@@ -70,21 +71,23 @@ class Compiled:
         constants.update((name, known[name]) for name in OPTIONS if name in self.names)
         signature, aligned = dict.fromkeys(self.names, "constexpr"), {}
         for i, (name, value) in enumerate(zip(self.names, args)):
-            if i in self.boxed.boxes:
-                shape = list(self.boxed.boxes[i].shape(known))
+            if i in self.boxes:
+                shape = list(self.boxes[i].shape(known))
                 layout = NVMMASharedLayout(128, 8 * value.itemsize, 2)
                 signature[name] = f"tensordesc<{NAMES[value.dtype]}{shape},{layout!r}>"
             elif isinstance(value, Tensor):
                 signature[name] = "*" + NAMES[value.dtype]
                 aligned[i,] = [["tt.divisibility", 16]]
-            elif value == 1 and not self.boxed.function.params[i].do_not_specialize:
+            elif value == 1 and not self.function.params[i].do_not_specialize:
                 constants[name] = 1
+            elif isinstance(value, float):
+                signature[name] = "fp32"
             else:
                 signature[name] = "i32"
-                if value % 16 == 0 and not self.boxed.function.params[i].do_not_specialize:
+                if value % 16 == 0 and not self.function.params[i].do_not_specialize:
                     aligned[i,] = [["tt.divisibility", 16]]
         places = {(self.names.index(name),): value for name, value in constants.items()}
-        source = GluonASTSource(self.boxed.function, signature, places, aligned)
+        source = GluonASTSource(self.function, signature, places, aligned)
         self.result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
     def report(self, **described):
@@ -93,7 +96,7 @@ class Compiled:
             file.write(self.result.asm["cubin"])
             file.flush()
             code = subprocess.check_output([tool, "-sass", file.name], text=True)
-        names = re.findall(r"\\b(HGMMA|LDL|STL|WARPGROUP\\.DEPBAR|UTMALDG|UTMASTG)\\b", code)
+        names = re.findall(r"\\b(HGMMA|HMMA|LDL|STL|WARPGROUP\\.DEPBAR|UTMALDG|UTMASTG)\\b", code)
         print(json.dumps({**described, "shared": self.result.metadata.shared, **collections.Counter(names)}))
 
 

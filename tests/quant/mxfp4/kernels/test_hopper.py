@@ -1,4 +1,4 @@
-"""The kernel for many rows on NVIDIA's Hopper: its numbers there; on any machine what it compiles to."""
+"""The kernel for many rows on NVIDIA's Hopper: its numbers there. On any machine what all three compile to."""
 
 from __future__ import annotations
 
@@ -182,3 +182,42 @@ def test_what_is_compiled() -> None:
         # Four steps of 64 columns, 16 at a time. Each step waits for the one before it, and the last for itself; where
         # products share registers the compiler waits for each.
         assert (line["HGMMA"], line["WARPGROUP.DEPBAR"]) == (16, 5), f"products one by one: {line}"
+
+
+FEW_ROWS = """
+    from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import hopper_few, hopper_row
+
+    row = hopper_row._hopper_row_kernel = Compiled(hopper_row._hopper_row_kernel)
+    few = hopper_few._hopper_few_kernel = Compiled(hopper_few._hopper_few_kernel)
+    # As on such a device.
+    hopper_row.overlap_options = hopper_few.overlap_options = lambda device: {"launch_pdl": True}
+    for M, N, K, dtype, biased in (
+        (1, 12288, 4096, torch.bfloat16, False),
+        (1, 131, 3072, torch.float32, True),
+        (2, 12288, 4096, torch.bfloat16, True),
+        (8, 8192, 7168, torch.float32, False),
+        (8, 8191, 2560, torch.bfloat16, False),
+        (16, 12288, 4096, torch.bfloat16, False),
+        (9, 12287, 8192, torch.float32, True),
+        (16, 4096, 3072, torch.bfloat16, False),
+        (12, 131, 2048, torch.bfloat16, True),
+    ):
+        x = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
+        packed, scale = (torch.empty(N, K // n, dtype=torch.uint8, device="meta") for n in (2, 32))
+        y, bias = (torch.empty(*s, N, dtype=dtype, device="meta") for s in ((M,), ()))
+        bias = bias if biased else None
+        with use_architecture("nvidia"):
+            if M == 1:
+                hopper_row.launch(x, packed, scale, bias, y, None, 1, False, None)
+            else:
+                hopper_few.launch(x, packed, scale, bias, y)
+        (row if M == 1 else few).report(M=M, N=N)
+"""
+
+
+def test_what_few_rows_are_compiled_to() -> None:
+    """One row, and of others each cut; whole powers of two of turns and others."""
+    for line in hopper_code(FEW_ROWS):
+        assert line["shared"] <= SHARED_MEMORY
+        assert not {"STL", "LDL"} & line.keys(), f"registers are spilled: {line}"
+        assert line["HMMA"] > 0
