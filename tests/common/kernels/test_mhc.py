@@ -341,16 +341,16 @@ class TestPostProductsOnHopper:
         fn = given[4]
         off = (products.double().sum(-2) - exact(streams, fn)).abs()
         size = streams.flatten(-2).double().norm(dim=-1, keepdim=True)
-        assert (off[..., :-1] <= 2.5e-7 * size * fn.double().norm(dim=-1)).all()
-        assert (off[..., -1:] <= 2.5e-7 * size.square()).all()
+        assert (off[..., :-1] <= 5e-7 * size * fn.double().norm(dim=-1)).all()
+        assert (off[..., -1:] <= 5e-7 * size.square()).all()
         # A part is of its own columns.
         for part in range(D // 512):
             columns = slice(512 * part, 512 * part + 512)
             own = fn.unflatten(-1, (4, D))[..., columns].flatten(-2)
             off = (products[..., part, :].double() - exact(streams[..., columns], own)).abs()
             size = streams[..., columns].flatten(-2).double().norm(dim=-1, keepdim=True)
-            assert (off[..., :-1] <= 4e-7 * size * own.double().norm(dim=-1)).all()
-            assert (off[..., -1:] <= 4e-7 * size.square()).all()
+            assert (off[..., :-1] <= 5e-7 * size * own.double().norm(dim=-1)).all()
+            assert (off[..., -1:] <= 5e-7 * size.square()).all()
 
     def test_layouts(self, run: Runner) -> None:
         """Batches in tensors that are wider, and a weight beside what is no number."""
