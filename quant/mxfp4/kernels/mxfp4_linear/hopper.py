@@ -1,40 +1,35 @@
 """Many rows of x against a weight in MXFP4 on NVIDIA's Hopper, in Gluon.
 
-A program makes tiles of outputs. One warp has rows of x and packed codes copied to shared memory in boxes, some
+A program makes a tile of outputs. One warp has rows of x and packed codes copied to shared memory in boxes, some
 steps ahead. The other warps decode codes in registers, as the first factor of an asynchronous product whose second
 factor, x, stays in shared memory; while one step is multiplied they decode the next. What `fragments.py` does as well,
 but Triton lets it neither leave a product running over the decoding nor take x as it is in memory: here four lanes
 read the same word and each decodes the byte whose two columns are its own.
 
 A weight's number is code 2^-126, made from bits, times one or two powers of two, so it is exact at any scale.
-
-Where tiles do not fill the last round of multiprocessors, K is cut too: all programs do the same share of all tiles'
-steps, and who begins a tile adds what the others have of it, in their order, so that results do not vary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from xpu_ports.common import gluonlib
 from xpu_ports.common.boxes import Box, boxed
-from xpu_ports.common.device import Architecture, architecture
-from xpu_ports.common.gluonlib import barrier, copy_box, extra, gl, gluon, hopper
+from xpu_ports.common.device import architecture
+from xpu_ports.common.gluonlib import barrier, copy_box, gl, gluon, hopper
 from xpu_ports.common.launch_order import overlap_options, wait_for_inputs
 from xpu_ports.common.layout import row_strides
-from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
+from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of
 
 # Rows of x for which it is faster than `fragments.py` and than decoding to memory for the vendor's product.
 SMALLEST, LARGEST = 65, 2048
-# The part of the multiprocessors that has to have work.
-BUSY = 0.75
+# The part of the multiprocessors that has to have work, on average of all rounds of tiles.
+BUSY = 0.7
 # Columns of a turn: a box of codes has 128 bytes of a row, which are four steps of x.
 _TURN = 256
-# Most programs that share a tile, on average: who begins it adds their sums one after another.
-_SHARERS = 4
 
 
 def _decoding() -> str:
@@ -99,12 +94,12 @@ def _layout_bytes(warps):
 
 @gluon.jit
 def _read_scale(ptrs, blocks, turn, turns, K, EVEN: gl.constexpr):
-    """Scales of a turn's eight blocks; EVEN: K is whole turns, and beyond the last are the last's."""
+    """Scales of a turn's eight blocks; EVEN: K is whole turns. Beyond the last are the last's, of codes of 0."""
     if EVEN:
-        scale = gl.load(ptrs + 8 * gl.minimum(turn, turns - 1))
+        at = gl.expand_dims(blocks, 0) + 8 * gl.minimum(turn, turns - 1)
     else:
-        scale = gl.load(ptrs + 8 * turn, mask=gl.expand_dims(blocks, 0) + 8 * turn < K // 32, other=0)
-    return scale
+        at = gl.expand_dims(gl.minimum(blocks + 8 * turn, K // 32 - 1), 0)
+    return gl.load(ptrs + at)
 
 
 @gluon.jit
@@ -153,30 +148,26 @@ def _decode(words, scale, seen, WARPS: gl.constexpr, FACTOR: gl.constexpr):
 
 
 @gluon.jit
-def _copy(x, words, first, last, turns, row_tiles, buffers, barriers, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+def _copy(x, words, start_m, start_n, turns, buffers, barriers, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
           STAGES: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
     """Ask for boxes as they are free: x a step at a time, codes a turn of four steps at a time and further ahead."""
     x_buffers, word_buffers = buffers
     x_ready, x_free, words_ready, words_free = barriers
     AHEAD: gl.constexpr = TURNS - 2
-    for n in range(-AHEAD, last - first):
-        later = n + AHEAD
+    for turn in range(-AHEAD, turns):
+        later = turn + AHEAD
         at = later % TURNS
-        tile, turn = (first + later) // turns, (first + later) % turns
-        more = first + later < last
+        more = later < turns
         hopper.mbarrier.wait(words_free.index(at), ((later // TURNS) & 1) ^ 1, pred=more)
         hopper.mbarrier.expect(words_ready.index(at), BLOCK_N * 128, pred=more)
-        place = [tile // row_tiles * BLOCK_N, 32 * turn]
-        copy_box(words, place, words_ready.index(at), word_buffers.index(at), pred=more)
-        if n >= 0:
-            tile, turn = (first + n) // turns, (first + n) % turns
-            start_m = tile % row_tiles * BLOCK_M
+        copy_box(words, [start_n, 32 * later], words_ready.index(at), word_buffers.index(at), pred=more)
+        if turn >= 0:
             for step in gl.static_range(4):
-                i = 4 * n + step
+                i = 4 * turn + step
                 at = i % STAGES
                 hopper.mbarrier.wait(x_free.index(at), ((i // STAGES) & 1) ^ 1)
                 hopper.mbarrier.expect(x_ready.index(at), BLOCK_M * 128)
-                copy_box(x, [start_m, 256 * turn + 64 * step], x_ready.index(at), x_buffers.index(at))
+                copy_box(x, [start_m, 64 * i], x_ready.index(at), x_buffers.index(at))
 
 
 @gluon.jit
@@ -214,11 +205,10 @@ def _write(part, y_ptr, bias, stage, start_m, start_n, rows, N, BIAS: gl.constex
 
 
 @gluon.jit
-def _multiply(y_ptr, scale_ptr, bias_ptr, sums_ptr, flags_ptr, rows, N, K, stride_s, number, first, last, turns, total,
-              row_tiles, programs, buffers, stage, barriers, BIAS: gl.constexpr, EVEN: gl.constexpr,
-              SHARED: gl.constexpr, OVERLAP: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr,
+def _multiply(y_ptr, scale_ptr, bias_ptr, rows, N, K, stride_s, start_m, start_n, turns, buffers, stage, barriers,
+              BIAS: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr,
               STAGES: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
-    """Decode and multiply what `_copy` brings, and write the tile, or a part of its sum for who begins the tile."""
+    """Decode and multiply what `_copy` brings, and write the tile."""
     x_buffers, word_buffers = buffers
     x_ready, x_free, words_ready, words_free = barriers
     BLOCK_N: gl.constexpr = 16 * WARPS
@@ -227,89 +217,44 @@ def _multiply(y_ptr, scale_ptr, bias_ptr, sums_ptr, flags_ptr, rows, N, K, strid
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
     WORDS: gl.constexpr = _layout_words(WARPS, 8)
     blocks = gl.arange(0, 8, gl.SliceLayout(0, WORDS))
-    rows_s = gl.arange(0, BLOCK_N, gl.SliceLayout(1, WORDS))
-    offs_p = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PART))
-    columns_p = gl.arange(0, BLOCK_M // 4, gl.SliceLayout(0, PART))
-    places = gl.expand_dims(offs_p * BLOCK_M, 1) + gl.expand_dims(columns_p, 0)
+    # Rows beyond the last are the last.
+    rows_s = gl.minimum(start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WORDS)), N - 1).to(gl.int64) * stride_s
+    scale_ptrs = gl.expand_dims(scale_ptr + rows_s, 1)
+    scale = _read_scale(scale_ptrs, blocks, 0, turns, K, EVEN)
     taken = gl.zeros([BLOCK_N, 2, 2, 4, 2], gl.int32, _layout_bytes(WARPS))
-    now = first
-    while now < last:
-        tile = now // turns
-        start_m, start_n = tile % row_tiles * BLOCK_M, tile // row_tiles * BLOCK_N
-        begin = tile * turns
-        end = gl.minimum(begin + turns, last)
-        # Rows beyond the last are the last.
-        offs_s = gl.minimum(start_n + rows_s, N - 1).to(gl.int64) * stride_s
-        scale_ptrs = scale_ptr + (gl.expand_dims(offs_s, 1) + gl.expand_dims(blocks, 0))
-        scale = _read_scale(scale_ptrs, blocks, now - begin, turns, K, EVEN)
-        acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUM)
-        for place in range(now, end):
-            n = place - first
-            scale_next = _read_scale(scale_ptrs, blocks, place - begin + 1, turns, K, EVEN)
-            scales = _steps_of(scale, BLOCK_N)
-            seen = (scales[0] | scales[1] | scales[2] | scales[3]).to(gl.int32)
-            at_w = n % TURNS
-            hopper.mbarrier.wait(words_ready.index(at_w), (n // TURNS) & 1)
-            for step in gl.static_range(4):
-                words = word_buffers.index(at_w).slice(8 * step, 8, dim=1).load(WORDS)
-                pairs, w = _decode(words, scales[step], seen, WARPS, FACTOR)
-                i = 4 * n + step
-                at = i % STAGES
-                hopper.mbarrier.wait(x_ready.index(at), (i // STAGES) & 1)
-                acc = hopper.warpgroup_mma(w, x_buffers.index(at).permute((1, 0)), acc, is_async=True)
-                # The step before has ended then. Until it is waited for, a product reads its weights and writes the sum
-                # in registers: passed through the wait, they are nobody else's before. A loop of four steps has two
-                # sets of them for weights. Where registers overlap the compiler has each product waited for instead,
-                # which test_hopper.py looks for.
-                acc, taken = hopper.warpgroup_mma_wait(1, deps=(acc, taken))
-                taken = pairs
-                hopper.mbarrier.arrive(x_free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-            hopper.mbarrier.arrive(words_free.index(at_w), count=1)
-            scale = scale_next
-        acc, taken = hopper.warpgroup_mma_wait(0, deps=(acc, taken))
-        part_0, part_1, part_2, part_3 = _quarters(acc, PART)
-        if OVERLAP and SHARED:
-            extra.gdc_wait()
-        if SHARED and now > begin:
-            ptrs = sums_ptr + number.to(gl.int64) * (BLOCK_N * BLOCK_M) + places
-            gl.store(ptrs, part_0)
-            gl.store(ptrs + BLOCK_M // 4, part_1)
-            gl.store(ptrs + BLOCK_M // 2, part_2)
-            gl.store(ptrs + BLOCK_M // 4 * 3, part_3)
-            barrier()
-            gl.atomic_xchg(flags_ptr + number, 1, sem="release")
-        else:
-            if SHARED:
-                # The programs after this one have the rest of the tile.
-                other = number + 1
-                covered = end
-                while covered < begin + turns:
-                    done = gl.atomic_add(flags_ptr + other, 0, sem="acquire")
-                    while done == 0:
-                        done = gl.atomic_add(flags_ptr + other, 0, sem="acquire")
-                    ptrs = sums_ptr + other.to(gl.int64) * (BLOCK_N * BLOCK_M) + places
-                    part_0 += gl.load(ptrs, cache_modifier=".cg")
-                    part_1 += gl.load(ptrs + BLOCK_M // 4, cache_modifier=".cg")
-                    part_2 += gl.load(ptrs + BLOCK_M // 2, cache_modifier=".cg")
-                    part_3 += gl.load(ptrs + BLOCK_M // 4 * 3, cache_modifier=".cg")
-                    other += 1
-                    covered = other * total // programs
-            bias = offs_p.to(gl.float32)
-            if BIAS:
-                bias = gl.load(bias_ptr + start_n + offs_p, mask=start_n + offs_p < N, other=0.0).to(gl.float32)
-            _write(part_0, y_ptr, bias, stage, start_m, start_n, rows, N, BIAS, WARPS)
-            _write(part_1, y_ptr, bias, stage, start_m + BLOCK_M // 4, start_n, rows, N, BIAS, WARPS)
-            _write(part_2, y_ptr, bias, stage, start_m + BLOCK_M // 2, start_n, rows, N, BIAS, WARPS)
-            _write(part_3, y_ptr, bias, stage, start_m + BLOCK_M // 4 * 3, start_n, rows, N, BIAS, WARPS)
-        now = end
-
-
-@kernel
-@triton.jit
-def _clear_kernel(flags_ptr, count, OVERLAP: tl.constexpr, BLOCK: tl.constexpr):
-    wait_for_inputs(OVERLAP)
-    offs = tl.arange(0, BLOCK)
-    tl.store(flags_ptr + offs, tl.zeros((BLOCK,), dtype=tl.int32), mask=offs < count)
+    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUM)
+    for turn in range(turns):
+        scale_next = _read_scale(scale_ptrs, blocks, turn + 1, turns, K, EVEN)
+        scales = _steps_of(scale, BLOCK_N)
+        seen = (scales[0] | scales[1] | scales[2] | scales[3]).to(gl.int32)
+        at_w = turn % TURNS
+        hopper.mbarrier.wait(words_ready.index(at_w), (turn // TURNS) & 1)
+        for step in gl.static_range(4):
+            words = word_buffers.index(at_w).slice(8 * step, 8, dim=1).load(WORDS)
+            pairs, w = _decode(words, scales[step], seen, WARPS, FACTOR)
+            i = 4 * turn + step
+            at = i % STAGES
+            hopper.mbarrier.wait(x_ready.index(at), (i // STAGES) & 1)
+            acc = hopper.warpgroup_mma(w, x_buffers.index(at).permute((1, 0)), acc, is_async=True)
+            # The step before has ended then. Until it is waited for, a product reads its weights and writes the sum
+            # in registers: passed through the wait, they are nobody else's before. A loop of four steps has two
+            # sets of them for weights. Where registers overlap the compiler has each product waited for instead,
+            # which test_hopper.py looks for.
+            acc, taken = hopper.warpgroup_mma_wait(1, deps=(acc, taken))
+            taken = pairs
+            hopper.mbarrier.arrive(x_free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        hopper.mbarrier.arrive(words_free.index(at_w), count=1)
+        scale = scale_next
+    acc, taken = hopper.warpgroup_mma_wait(0, deps=(acc, taken))
+    part_0, part_1, part_2, part_3 = _quarters(acc, PART)
+    offs_p = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PART))
+    bias = offs_p.to(gl.float32)
+    if BIAS:
+        bias = gl.load(bias_ptr + offs_p, mask=offs_p < N, other=0.0).to(gl.float32)
+    _write(part_0, y_ptr, bias, stage, start_m, start_n, rows, N, BIAS, WARPS)
+    _write(part_1, y_ptr, bias, stage, start_m + BLOCK_M // 4, start_n, rows, N, BIAS, WARPS)
+    _write(part_2, y_ptr, bias, stage, start_m + BLOCK_M // 2, start_n, rows, N, BIAS, WARPS)
+    _write(part_3, y_ptr, bias, stage, start_m + BLOCK_M // 4 * 3, start_n, rows, N, BIAS, WARPS)
 
 
 @kernel
@@ -318,15 +263,13 @@ def _clear_kernel(flags_ptr, count, OVERLAP: tl.constexpr, BLOCK: tl.constexpr):
     words=Box("N", "columns_w", "stride_w", lambda constants: (16 * constants["num_warps"], 32)),
 )
 # Compiled once for any number of rows.
-@gluon.jit(do_not_specialize=["rows", "columns_w", "stride_x", "stride_w", "row_tiles", "turns", "total", "programs"])
+@gluon.jit(do_not_specialize=["rows", "columns_w", "stride_x", "stride_w", "row_tiles", "turns"])
 def _tile_kernel(
     y_ptr,
     x,
     words,
     scale_ptr,
     bias_ptr,
-    sums_ptr,
-    flags_ptr,
     rows,
     N,
     K,
@@ -336,31 +279,23 @@ def _tile_kernel(
     stride_s,
     row_tiles,
     turns,
-    total,
-    programs,
     BIAS: gl.constexpr,
     EVEN: gl.constexpr,
-    SHARED: gl.constexpr,
     OVERLAP: gl.constexpr,
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
     TURNS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """16 outputs a warp of BLOCK_M rows. STAGES boxes of x are there at a time, TURNS of codes.
-
-    All tiles' turns in order are divided among the programs. SHARED: a tile may be several's, and the kernel before
-    this one is `_clear_kernel`, which waits for all others.
-    """
-    if OVERLAP and not SHARED:
-        extra.gdc_wait()
+    """16 outputs a warp of BLOCK_M rows. STAGES boxes of x are there at a time, TURNS of codes."""
+    wait_for_inputs(OVERLAP)
     BLOCK_N: gl.constexpr = 16 * num_warps
-    # A program waits for those after it, which have started then: the device starts them in the other order.
-    number = programs - 1 - gl.program_id(0)
-    first, last = number * total // programs, (number + 1) * total // programs
     BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
     BITS: gl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth
     STAGE: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    # Programs of the same outputs run side by side: the weight is in the cache.
+    start_m = gl.program_id(0) % row_tiles * BLOCK_M
+    start_n = gl.program_id(0) // row_tiles * BLOCK_N
     x_buffers = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 64], x.layout)
     word_buffers = gl.allocate_shared_memory(words.dtype, [TURNS, BLOCK_N, 32], words.layout)
     stage = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [BLOCK_M // 4, BLOCK_N], STAGE)
@@ -381,14 +316,10 @@ def _tile_kernel(
         [
             (
                 _multiply,
-                (y_ptr, scale_ptr, bias_ptr, sums_ptr, flags_ptr, rows, N, K, stride_s, number, first, last, turns,
-                 total, row_tiles, programs, buffers, stage, barriers, BIAS, EVEN, SHARED, OVERLAP, BLOCK_M,
-                 num_warps, STAGES, TURNS),
+                (y_ptr, scale_ptr, bias_ptr, rows, N, K, stride_s, start_m, start_n, turns, buffers, stage, barriers,
+                 BIAS, EVEN, BLOCK_M, num_warps, STAGES, TURNS),
             ),
-            (
-                _copy,
-                (x, words, first, last, turns, row_tiles, buffers, barriers, BLOCK_M, BLOCK_N, STAGES, TURNS),
-            ),
+            (_copy, (x, words, start_m, start_n, turns, buffers, barriers, BLOCK_M, BLOCK_N, STAGES, TURNS)),
         ],
         [1],
         [24],
@@ -399,28 +330,21 @@ def _tile_kernel(
 class Tile:
     """How the work is cut: rows of x, warps of 16 outputs, steps of x and turns of codes that are there at a time.
 
-    `programs` divide all turns of all tiles evenly; 0 for a tile each. `registers` is the most that a thread may start
-    with, for several programs to run side by side; 0 for no limit.
+    `registers` is the most that a thread may start with, for two programs to run side by side; 0 for no limit.
     """
 
     block_m: int
     warps: int
     stages: int
     turns: int
-    programs: int = 0
     registers: int = 0
 
 
-def tile(arch: Architecture, M: int, N: int) -> Tile:
-    """For M rows of x and N of the weight: the shared memory of a multiprocessor, for one program."""
-    # Of more rows each weight is decoded for more products; 256 are the most that one takes, with sums in half of the
-    # registers.
-    cut = Tile(128, 8, 6, 4) if M <= 128 else Tile(256, 8, 4, 3)
-    tiles = cdiv(M, cut.block_m) * cdiv(N, 16 * cut.warps)
-    # What of the last round of tiles is idle, against a tenth of the time, which sharing tiles costs at most.
-    if cdiv(tiles, arch.units) * arch.units > 1.1 * tiles:
-        cut = replace(cut, programs=min(arch.units, _SHARERS * tiles))
-    return cut
+def tile(M: int) -> Tile:
+    """For M rows of x. By times on an H200."""
+    # 256 are the most rows that one program takes, with sums in half of the registers. Of fewer, two programs fill a
+    # multiprocessor, and one decodes while the other waits.
+    return Tile(128, 4, 4, 3, registers=128) if M <= 128 else Tile(256, 8, 4, 3)
 
 
 def takes(x: Tensor, packed: Tensor) -> bool:
@@ -432,9 +356,10 @@ def takes(x: Tensor, packed: Tensor) -> bool:
     M, N = x.numel() // K, packed.shape[0]
     if x.dtype != torch.bfloat16 or not SMALLEST <= M <= LARGEST or gluonlib.refuses(x.device) is not None:
         return False
-    arch = architecture(x.device)
-    cut = tile(arch, M, N)
-    if _SHARERS * cdiv(M, cut.block_m) * cdiv(N, 16 * cut.warps) < BUSY * arch.units:
+    cut, units = tile(M), architecture(x.device).units
+    tiles = cdiv(M, cut.block_m) * cdiv(N, 16 * cut.warps)
+    at_once = units * 8 // cut.warps
+    if tiles < BUSY * at_once * cdiv(tiles, at_once):
         return False
     merged = row_strides(x, dims=1)
     if merged is None:
@@ -453,28 +378,18 @@ def launch(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: Ten
     """Fill y, contiguous [..., N] in any floating dtype, with x W^T + b, of what `takes` takes."""
     N, K = packed.shape[0], x.shape[-1]
     rows = y.numel() // N
-    cut = tile(architecture(x.device), rows, N)
+    cut = tile(rows)
     (_,), ((stride_x,),) = row_strides(x, dims=1)  # type: ignore[misc]
     words = packed.view(torch.int32)
-    block_n, row_tiles, turns = 16 * cut.warps, cdiv(rows, cut.block_m), cdiv(K, _TURN)
-    tiles = row_tiles * cdiv(N, block_n)
-    shared = cut.programs > 0
-    programs = min(cut.programs, tiles * turns) if shared else tiles
-    sums, flags = scale, scale
+    row_tiles = cdiv(rows, cut.block_m)
     overlap = overlap_options(x.device)
     with on_device_of(x):
-        if shared:
-            sums = torch.empty((programs, block_n, cut.block_m), dtype=torch.float32, device=x.device)
-            flags = torch.empty((programs,), dtype=torch.int32, device=x.device)
-            _clear_kernel[(1,)](flags, programs, OVERLAP=bool(overlap), BLOCK=256, num_warps=4, **overlap)
-        _tile_kernel[(programs,)](
+        _tile_kernel[(row_tiles * cdiv(N, 16 * cut.warps),)](
             y,
             x,
             words,
             scale,
             x if bias is None else bias,
-            sums,
-            flags,
             rows,
             N,
             K,
@@ -484,12 +399,9 @@ def launch(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: Ten
             words.stride(0) if N > 1 else K // 8,
             scale.stride(0),
             row_tiles,
-            turns,
-            tiles * turns,
-            programs,
+            cdiv(K, _TURN),
             BIAS=bias is not None,
             EVEN=K % _TURN == 0,
-            SHARED=shared,
             OVERLAP=bool(overlap),
             BLOCK_M=cut.block_m,
             STAGES=cut.stages,
