@@ -25,10 +25,11 @@ from xpu_offline import native, plugin, results
 # The longest first, so that no core is left with one of them at the end.
 KERNELS = "tests/common/kernels"
 LONGEST = [
-    *(f"{KERNELS}/test_{name}.py" for name in ("kda_chunk", "ssd_chunk_scan", "mhc", "sparse_mla")),
+    f"{KERNELS}/test_kda_chunk.py",
     "xpu_offline/model_sizes.py",
-    "tests/quant/mxfp4/kernels/test_mxfp4_linear.py",
-    *(f"{KERNELS}/test_{name}.py" for name in ("skinny_linear", "decode_attention", "rms_norm", "gated_rms_norm")),
+    *(f"{KERNELS}/test_{name}.py" for name in ("ssd_chunk_scan", "mhc", "sparse_mla")),
+    *(f"tests/quant/mxfp4/kernels/test_mxfp4_{name}.py" for name in ("linear", "experts", "grouped_linear")),
+    *(f"{KERNELS}/test_{name}.py" for name in ("skinny_linear", "decode_attention", "mamba2_decode_linear", "indexer")),
 ]
 _SHOWN = re.compile(r"^(FAILED|ERROR)| in [0-9.]*s")
 
