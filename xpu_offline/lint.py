@@ -20,6 +20,8 @@ from xpu_offline.kernels import ROOT, is_jit, source_files
 MOST_WARPS = 32
 # The one module that knows which words a Triton release has for them.
 _KNOWS_GRF_WORDS = "device.py"
+# The module by which others have Gluon, of releases that were tried and on NVIDIA's GPUs alone.
+_KNOWS_GLUON = "gluonlib"
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,14 @@ def _functions(tree: ast.AST) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
+def _has_gluon(tree: ast.Module, path: pathlib.Path) -> bool:
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    return path.stem == _KNOWS_GLUON or f"xpu_ports.common.{_KNOWS_GLUON}" in modules
+
+
 def _anywhere(tree: ast.Module, path: pathlib.Path) -> Iterator[Place]:
     source = ast.unparse(tree)
-    gated = "hasattr(tl, 'make_tensor_descriptor')" in source
+    gated = "hasattr(tl, 'make_tensor_descriptor')" in source or _has_gluon(tree, path)
     for node in ast.walk(tree):
         name = _last_name(node)
         if name in ("make_block_ptr", "advance"):

@@ -33,6 +33,7 @@ def test_the_projects_kernels() -> None:
     [
         (KERNEL.format("tl.make_block_ptr(x_ptr, (8,), (1,), (0,), (8,), (0,))"), "block pointers"),
         (KERNEL.format("tl.make_tensor_descriptor(x_ptr, [8], [1], [8])"), "not in every release"),
+        ("import triton.tools.tensor_descriptor as t\nd = t.TensorDescriptor(x)", "in every release"),
         ("@triton.autotune([triton.Config({})], key=['N'])" + KERNEL.format("pass"), "autotune"),
         (KERNEL.format("x = tl.load(x_ptr).to(tl.float64)"), "fp64"),
         (KERNEL.format("x = tl.inline_asm_elementwise('', '', [pid], tl.int32, True, 1)"), "inline assembly"),
@@ -99,6 +100,7 @@ def test_wide_and_small_addresses(tmp_path: pathlib.Path, line: str) -> None:
     "source",
     [
         "if hasattr(tl, 'make_tensor_descriptor'):\n    d = tl.make_tensor_descriptor",
+        "from xpu_ports.common.gluonlib import TensorDescriptor\nd = TensorDescriptor(x, [8], [1], [8], layout)",
         "def f(x, n):\n    _k[(1,)](x, num_warps=max(1, min(32, n // 512)))",
         "@op\ndef reference(x):\n    return x.contiguous()\ndef f(x):\n    _k[(1,)](x)",
         "def f(x):\n    _k[(1,)](x, **grf_options(256, a))",
