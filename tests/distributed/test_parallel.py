@@ -80,10 +80,8 @@ WHOLE = {
 PUBLISHED = "v4-published"
 # Weights drawn by name: tied ones, biases, counts that ranks do not divide.
 RANDOM = ("tiny-zamba2", "zamba2-2-groups", "kimi-uneven", "v4-2-groups")
-# Of tiny checkpoints as many as go beyond every window: tiny-deepseek-v4 chooses among 64 tokens. Few where more would
-# show nothing else.
-TINY_TOKENS = 60
-NEW_TOKENS = {**dict.fromkeys(UNEVEN, 30), PUBLISHED: 8, "zamba2-3-groups": 8, "v4-3-groups": 8}
+# Few tokens where more would show nothing else.
+NEW_TOKENS = {PUBLISHED: 8, "zamba2-3-groups": 8, "v4-3-groups": 8}
 
 Results = list[dict[str, Any]]
 
@@ -129,7 +127,7 @@ def alone(path_of: Callable[[str], Path]) -> Callable[[str], dict[str, Any]]:
         torch.set_num_threads(1)
         model = load(path_of(name))
         shapes = {key: p.shape for key, p in model.named_parameters()}
-        figures = measure(model, NEW_TOKENS.get(name, TINY_TOKENS))
+        figures = measure(model, NEW_TOKENS.get(name, 100))
         torch.set_num_threads(threads)
         return {**figures, "shapes": shapes, "bytes": {key: p.nbytes for key, p in model.named_parameters()}}
 
@@ -137,7 +135,7 @@ def alone(path_of: Callable[[str], Path]) -> Callable[[str], dict[str, Any]]:
 
 
 def job(path_of: Callable[[str], Path], name: str) -> dict[str, Any]:
-    return {"path": str(path_of(name)), "new_tokens": NEW_TOKENS.get(name, TINY_TOKENS)}
+    return {"path": str(path_of(name)), "new_tokens": NEW_TOKENS.get(name, 100)}
 
 
 def launched(ranks: int, jobs: dict[str, Any], folder: Path) -> dict[str, Results]:
