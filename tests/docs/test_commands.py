@@ -118,7 +118,7 @@ NOT_RUN = {
     "make demo": "CI runs it before the tests",
     "make docs": "CI runs it before the tests",
     "make test": "is what runs this",
-    "make xpu-check": "takes a quarter of an hour, and root for Intel's offline compiler",
+    "make xpu-check": "takes over ten minutes, and root for Intel's offline compiler",
     "make xpu-test": A_GPU,
     'make demo TORCH="torch==2.12.0"': "fetches another PyTorch",
     "python3 -m venv .venv": NETWORK,
