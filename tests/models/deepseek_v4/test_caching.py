@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -132,9 +133,10 @@ def test_reset(model):
     assert_goes_on(model, cache, ids)
 
 
-# In another row of a batch a sum may be rounded otherwise, and an entry then to the next number of fp8.
-@pytest.mark.parametrize(("dtype", "close"), [("auto", CLOSE), ("fp8", 100 * CLOSE)], ids=["auto", "fp8"])
-def test_reorder(model, dtype, close):
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_reorder(model, dtype):
+    # In fp64: in another row of a batch a sum may be rounded otherwise, and in fp32 an entry then to the next of fp8.
+    model = copy.deepcopy(model).double()
     ids = tokens(3, 70)
     cache = DeepseekV4Cache(model.config, dtype)
     logits(model, ids, cache)
@@ -142,7 +144,7 @@ def test_reorder(model, dtype, close):
     plain = DeepseekV4Cache(model.config, dtype)
     logits(model, ids[[2, 0, 0]], plain)
     for piece in tokens(3, 24).split([4, *[1] * 20], dim=1):
-        assert (logits(model, piece, cache) - logits(model, piece, plain)).abs().max() <= close
+        assert (logits(model, piece, cache) - logits(model, piece, plain)).abs().max() <= CLOSE
 
 
 def test_the_batch_grows_and_shrinks(model):
