@@ -30,15 +30,15 @@ else:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.language.nvidia import hopper
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-        from triton.language.extra import cuda as extra
     except ImportError as error:
         _WHY_NOT = f"Gluon cannot be imported: {error}"
 if _WHY_NOT is not None:
-    gluon = gl = hopper = extra = TensorDescriptor = tritonlib.Inert()  # type: ignore[assignment]
+    gluon = gl = hopper = TensorDescriptor = tritonlib.Inert()  # type: ignore[assignment]
 
 # Named in this way by Triton 3.9, and in that way by 3.6.
 copy_async = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
 copy_box = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+store_box = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _REINTERPRETS = gl.constexpr(hasattr(getattr(gl, "shared_memory_descriptor", None), "reinterpret"))
 
@@ -47,6 +47,21 @@ _REINTERPRETS = gl.constexpr(hasattr(getattr(gl, "shared_memory_descriptor", Non
 def seen_as(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
     """A buffer in shared memory as one of another dtype, shape and layout."""
     return buffer.reinterpret(dtype, shape, layout) if _REINTERPRETS else buffer._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def allocate_barriers(COUNT: gl.constexpr):
+    """So many barriers in shared memory, for `init_barriers`."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], hopper.mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def init_barriers(buffers, COUNT: gl.constexpr):
+    """Make barriers of a tuple of buffers, COUNT each, those of one arrival; `hopper.fence_async_shared` comes next."""
+    # In this order: warps wait for each other between two of one buffer.
+    for i in gl.static_range(COUNT):
+        for j in gl.static_range(len(buffers)):
+            hopper.mbarrier.init(buffers[j].index(i), count=1)
 
 
 def refuses(device: torch.device) -> str | None:

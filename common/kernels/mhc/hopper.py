@@ -18,7 +18,7 @@ from torch import Tensor
 from xpu_ports.common import gluonlib
 from xpu_ports.common.boxes import Box, boxed
 from xpu_ports.common.device import architecture
-from xpu_ports.common.gluonlib import copy_box, gl, gluon, hopper
+from xpu_ports.common.gluonlib import allocate_barriers, copy_box, gl, gluon, hopper, init_barriers, store_box
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
 
@@ -33,9 +33,6 @@ T, C, WARPS = gl.constexpr(_TOKENS), gl.constexpr(_COLUMNS), gl.constexpr(_WARPS
 SLOTS, FN_SLOTS = gl.constexpr(4), gl.constexpr(2)
 # Columns of fn that a program makes pieces of.
 _SPLIT_COLUMNS = 1024
-
-# Named in this way by Triton 3.9, and in that way by 3.6.
-store_box = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
 
 
 @kernel
@@ -250,19 +247,12 @@ def _mhc_post_kernel(
 
     From the last tokens to the first: who reads the streams next goes the other way.
     """
-    BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
     x_buffers = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * 5, T, C], x.layout)
     fn_buffers = gl.allocate_shared_memory(gl.bfloat16, [FN_SLOTS * 4, 64, C], fn.layout)
-    x_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    x_free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    fn_ready = gl.allocate_shared_memory(gl.int64, [FN_SLOTS, 1], BARRIER)
-    fn_free = gl.allocate_shared_memory(gl.int64, [FN_SLOTS, 1], BARRIER)
-    for i in gl.static_range(SLOTS):
-        hopper.mbarrier.init(x_ready.index(i), count=1)
-        hopper.mbarrier.init(x_free.index(i), count=1)
-    for i in gl.static_range(FN_SLOTS):
-        hopper.mbarrier.init(fn_ready.index(i), count=1)
-        hopper.mbarrier.init(fn_free.index(i), count=1)
+    x_ready, x_free = allocate_barriers(SLOTS), allocate_barriers(SLOTS)
+    fn_ready, fn_free = allocate_barriers(FN_SLOTS), allocate_barriers(FN_SLOTS)
+    init_barriers((x_ready, x_free), SLOTS)
+    init_barriers((fn_ready, fn_free), FN_SLOTS)
     hopper.fence_async_shared()
     buffers = (x_buffers, fn_buffers)
     barriers = (x_ready, x_free, fn_ready, fn_free)

@@ -19,7 +19,7 @@ from torch import Tensor
 from xpu_ports.common import gluonlib
 from xpu_ports.common.boxes import Box, boxed
 from xpu_ports.common.device import architecture
-from xpu_ports.common.gluonlib import barrier, copy_box, gl, gluon, hopper
+from xpu_ports.common.gluonlib import allocate_barriers, barrier, copy_box, gl, gluon, hopper, init_barriers
 from xpu_ports.common.launch_order import overlap_options, wait_for_inputs
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of
@@ -290,7 +290,6 @@ def _tile_kernel(
     """16 outputs a warp of BLOCK_M rows. STAGES boxes of x are there at a time, TURNS of codes."""
     wait_for_inputs(OVERLAP)
     BLOCK_N: gl.constexpr = 16 * num_warps
-    BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
     BITS: gl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth
     STAGE: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     # Programs of the same outputs run side by side: the weight is in the cache.
@@ -299,16 +298,10 @@ def _tile_kernel(
     x_buffers = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 64], x.layout)
     word_buffers = gl.allocate_shared_memory(words.dtype, [TURNS, BLOCK_N, 32], words.layout)
     stage = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [BLOCK_M // 4, BLOCK_N], STAGE)
-    x_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    x_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    words_ready = gl.allocate_shared_memory(gl.int64, [TURNS, 1], BARRIER)
-    words_free = gl.allocate_shared_memory(gl.int64, [TURNS, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(x_ready.index(i), count=1)
-        hopper.mbarrier.init(x_free.index(i), count=1)
-    for i in gl.static_range(TURNS):
-        hopper.mbarrier.init(words_ready.index(i), count=1)
-        hopper.mbarrier.init(words_free.index(i), count=1)
+    x_ready, x_free = allocate_barriers(STAGES), allocate_barriers(STAGES)
+    words_ready, words_free = allocate_barriers(TURNS), allocate_barriers(TURNS)
+    init_barriers((x_ready, x_free), STAGES)
+    init_barriers((words_ready, words_free), TURNS)
     hopper.fence_async_shared()
     buffers = (x_buffers, word_buffers)
     barriers = (x_ready, x_free, words_ready, words_free)
