@@ -109,12 +109,11 @@ def _take_in(
 
 
 @triton.jit
-def _of_window(block, n, before, SPAN: tl.constexpr, RING: tl.constexpr, BLOCK_S: tl.constexpr):
-    """(slots, whether they count) of a block of the window, of which the n-th token of a row is the last.
+def window_slots(offs, n, before, SPAN: tl.constexpr, RING: tl.constexpr, BLOCK_S: tl.constexpr):
+    """(slots, whether they count) of tokens of the window, in blocks; the n-th token of a row is the window's last.
 
     RING: position p is at slot p mod `before`; else at slot `before` + p - (n - 1).
     """
-    offs = block * BLOCK_S + tl.arange(0, BLOCK_S)
     counts = n - SPAN + offs >= 0
     if SPAN % BLOCK_S != 0:
         counts = counts & (offs < SPAN)
@@ -126,6 +125,12 @@ def _of_window(block, n, before, SPAN: tl.constexpr, RING: tl.constexpr, BLOCK_S
         slots = before + 1 - SPAN + offs
         counts = counts & (slots >= 0)
     return slots, counts
+
+
+@triton.jit
+def _of_window(block, n, before, SPAN: tl.constexpr, RING: tl.constexpr, BLOCK_S: tl.constexpr):
+    """(slots, whether they count) of a block of the window."""
+    return window_slots(block * BLOCK_S + tl.arange(0, BLOCK_S), n, before, SPAN, RING, BLOCK_S)
 
 
 @triton.jit
