@@ -12,8 +12,6 @@ it ends (`launch_order.py`) and asks for its first weights before it waits for x
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -35,6 +33,8 @@ SMALLEST, LARGEST = 2048, 8192
 # Outputs of a product, and turns that the ring holds.
 TILE = 16
 RING = 4
+# The most of a thread, with which two programs run side by side.
+REGISTERS = 128
 
 # Words of columns 2 c and 2 c + 1, and of 2 c + 4 and 2 c + 5, to those of columns 2 c and 2 c + 4, and of 2 c + 1 and
 # 2 c + 5, times a factor: in these pairs codes are decoded.
@@ -329,23 +329,15 @@ def _hopper_few_kernel(
             _write(results[tile], bias_ptr, y_ptr + offs_m * N, offs_n, (offs_n >= own) & (offs_m < M), BIAS)
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How the product is cut: tiles of outputs a program, and the most registers of a thread."""
-
-    tiles: int
-    registers: int = 128
-
-
-def cut(arch: Architecture, rows: int, N: int) -> Cut:
-    """By times on an H200, of two programs a multiprocessor, which 128 registers allow."""
+def cut(arch: Architecture, rows: int, N: int) -> int:
+    """Tiles of outputs a program, by times on an H200."""
 
     def work(tiles: int) -> int:
         # Of the multiprocessor with the most; to bring x into its order costs as much as a tile.
         return cdiv(cdiv(N, TILE * tiles), arch.units) * (tiles + 1)
 
     # Of 16 rows, more tiles' sums do not fit into the registers.
-    return Cut(min((n for n in ((1, 2, 3) if rows > 8 else (1, 2, 3, 4, 6)) if TILE * n <= N), key=work))
+    return min((n for n in ((1, 2, 3) if rows > 8 else (1, 2, 3, 4, 6)) if TILE * n <= N), key=work)
 
 
 def takes(x: Tensor, packed: Tensor, scale: Tensor) -> bool:
@@ -366,10 +358,10 @@ def launch(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: Ten
     N, K = packed.shape[0], x.shape[-1]
     (rows,), ((stride_x,),) = row_strides(x, dims=1)  # type: ignore[misc]
     words = packed.view(torch.int32)
-    how = cut(architecture(x.device), rows, N)
+    tiles = cut(architecture(x.device), rows, N)
     overlap = overlap_options(x.device)
     with on_device_of(x):
-        _hopper_few_kernel[(cdiv(N, TILE * how.tiles),)](
+        _hopper_few_kernel[(cdiv(N, TILE * tiles),)](
             x,
             words,
             scale,
@@ -385,11 +377,11 @@ def launch(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: Ten
             BIAS=bias is not None,
             WARPS=WARPS,
             OUT=TILE,
-            TILES=how.tiles,
+            TILES=tiles,
             ROWS=8 if rows <= 8 else 16,
             RING=RING,
             OVERLAP=bool(overlap),
             num_warps=WARPS,
-            maxnreg=how.registers,
+            maxnreg=REGISTERS,
             **overlap,
         )

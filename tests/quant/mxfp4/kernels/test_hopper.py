@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.common.hopper_code import SHARED_MEMORY, hopper_code
 from tests.common.ops import Runner, Target
+from tests.quant.mxfp4.kernels.test_mxfp4_linear import weight_of
 from xpu_ports.common import gluonlib
 from xpu_ports.common.dispatch import use_backend
-from xpu_ports.quant.mxfp4.format import dequantize, quantize
+from xpu_ports.quant.mxfp4.format import dequantize
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import hopper
 
 # One row more than others take, a tile and one row more, two sizes of tiles; N of one and primes, K of a part of a
@@ -27,12 +27,6 @@ SIZES = [
     dict(M=600, N=1001, K=544),
     dict(M=2048, N=129, K=96),
 ]
-
-
-def weight_of(N: int, K: int) -> tuple[Tensor, Tensor]:
-    """Blocks of different scales, all codes."""
-    w = torch.randn(N, K // 32, 32) * K**-0.5 * 2.0 ** torch.randint(-3, 4, (N, K // 32, 1))
-    return quantize(w.view(N, K))
 
 
 class OnHopper:
