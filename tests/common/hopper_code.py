@@ -96,7 +96,7 @@ class Compiled:
             file.write(self.result.asm["cubin"])
             file.flush()
             code = subprocess.check_output([tool, "-sass", file.name], text=True)
-        names = re.findall(r"\\b(HGMMA|HMMA|LDL|STL|WARPGROUP\\.DEPBAR|UTMALDG|UTMASTG)\\b", code)
+        names = re.findall(r"\\b(HGMMA|QGMMA|HMMA|LDL|STL|WARPGROUP\\.DEPBAR|UTMALDG|UTMASTG)\\b", code)
         print(json.dumps({**described, "shared": self.result.metadata.shared, **collections.Counter(names)}))
 
 

@@ -12,7 +12,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xpu_ports.common.gluonlib import allocate_barriers, barrier, gl, gluon, hopper, init_barriers, refuses, seen_as
+from xpu_ports.common.gluonlib import (
+    allocate_barriers,
+    barrier,
+    copy_async,
+    gl,
+    gluon,
+    hopper,
+    init_barriers,
+    refuses,
+    seen_as,
+)
 from xpu_ports.common.kernels.fp8_pages import GROUP
 from xpu_ports.common.kernels.sparse_mla.kernels import window_slots
 from xpu_ports.common.tritonlib import kernel
@@ -32,8 +42,8 @@ _SCALES = gl.constexpr(2)
 _STAGES = gl.constexpr(2)
 # Warps that decode. Registers a thread of them and of those with the right half; the left half's have the others.
 _DECODERS = gl.constexpr(4)
-_REGISTERS_DECODERS = gl.constexpr(128)
-_REGISTERS_RIGHT = gl.constexpr(160)
+_REGISTERS_DECODERS = gl.constexpr(120)
+_REGISTERS_RIGHT = gl.constexpr(168)
 
 
 def _pair(out: int, select: str) -> str:
@@ -94,11 +104,15 @@ def _decoded(words, scales, layout: gl.constexpr):
 
 @gluon.jit
 def _decode_rows(
-    left, right, biases, ready_l, ready_r, free_l, free_r, window_ptr, entries_ptr, indices_ptr, stride_w_s, stride_e_s,
-    stride_i_a, n, before, closed, named, split, splits, blocks,
+    left, right, raw, biases, ready_l, ready_r, free_l, free_r, window_ptr, entries_ptr, indices_ptr, stride_w_s,
+    stride_e_s, stride_i_a, n, before, closed, named, split, splits, blocks,
     SPAN: gl.constexpr, NAMED: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """Decode tiles of rows into shared memory, seen in words of two columns, [stages, keys, 128] each half."""
+    """Decode tiles of rows into shared memory, seen in words of two columns, [stages, keys, 128] each half.
+
+    The next tile's right half is on its way to registers, the left half's codes to shared memory: a warp that waits for
+    one of several loads to registers waits for all of them.
+    """
     RAW: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [_DECODERS, 1, 1], [2, 1, 0])
     # As `_decoded` leaves it: four codes are two words.
     OUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [8, 1, 4], [_DECODERS, 1, 1], [2, 1, 0])
@@ -113,13 +127,12 @@ def _decode_rows(
     coded = (group < 3)[None, :, None]
     is_tail = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None] == 3
     entry = _named(split, indices_ptr, named, stride_i_a, W, NAMED, OF_KEYS)
-    words_l = gl.zeros([_KEYS, 4, 16], gl.int32, RAW)
-    words_r = words_l
+    words_r = gl.zeros([_KEYS, 4, 16], gl.int32, RAW)
     tail = gl.zeros([_KEYS, 32], gl.int32, gl.SliceLayout(1, OUT))
     scales_l = gl.zeros([_KEYS], gl.int32, OF_KEYS)
     scales_r = scales_l
     counts = scales_l < 0
-    # A tile's rows are on their way while the one before it is decoded: the first turn only asks for them.
+    # The first turn only asks for rows.
     for i in range(-1, (blocks - split + splits - 1) // splits):
         block = split + (i + 1) * splits
         at = _slots(block, entry, n, before, closed, SPAN, W, OF_KEYS)
@@ -146,17 +159,25 @@ def _decode_rows(
             hopper.fence_async_shared()
             barrier()
             hopper.mbarrier.arrive(ready_r.index(s), count=1)
+        # The left half's came with what has just been decoded.
+        scales_now = scales_l
         words_r = gl.load(ptrs + 64, mask=coded, other=0)
         tail = gl.load(tail_ptrs)
         scales_r = gl.load(ptr + scales + 1, mask=next_counts, other=0)
+        scales_l = gl.load(ptr + scales, mask=next_counts, other=0)
         if i >= 0:
+            hopper.async_copy.wait_group(0)
+            words_l = raw.load(RAW)
+            copy_async(raw, ptrs)
+            hopper.async_copy.commit_group()
             hopper.mbarrier.wait(free_l.index(s), phase ^ 1)
-            left.index(s).store(_decoded(words_l, scales_l, OUT).reshape([_KEYS, 128]))
+            left.index(s).store(_decoded(words_l, scales_now, OUT).reshape([_KEYS, 128]))
             hopper.fence_async_shared()
             barrier()
             hopper.mbarrier.arrive(ready_l.index(s), count=1)
-        words_l = gl.load(ptrs)
-        scales_l = gl.load(ptr + scales, mask=next_counts, other=0)
+        else:
+            copy_async(raw, ptrs)
+            hopper.async_copy.commit_group()
         counts = next_counts
 
 
@@ -202,17 +223,24 @@ def _put_weights(s, phase, scores, scale, top, total, biases, weights, decays, w
 
 
 @gluon.jit
-def _put_sums(acc, total, row, split, splits, y_ptr, FIRST: gl.constexpr, SPLIT: gl.constexpr):
-    """The sums of half of the columns, from FIRST on: a part of them, or divided by the total the result."""
-    heads = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
-    columns = FIRST + gl.arange(0, _HALF, gl.SliceLayout(0, acc.type.layout))
-    rows = row + heads
+def _put_sums(acc, total, row, split, splits, rows, y_ptr, FIRST: gl.constexpr, SPLIT: gl.constexpr):
+    """The sums of half of the columns, from FIRST on: a part of them, or divided by the total the result.
+
+    They go through the shared memory of the rows that they are of, from which a warp writes whole lines.
+    """
     if SPLIT:
-        rows = rows * splits + split
+        shared = seen_as(rows, gl.float32, [64, _HALF], gl.NVMMASharedLayout(128, 32, 2))
     else:
-        acc = acc * (1 / total)[:, None]
-    y_ptrs = y_ptr + rows[:, None] * (2 * _HALF) + columns[None, :]
-    gl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty))
+        acc = (acc * (1 / total)[:, None]).to(gl.bfloat16)
+        shared = rows.index(0)
+    shared.store(acc)
+    barrier()
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4 if SPLIT else 8], [1, 32], [4, 1], [1, 0])
+    heads = row + gl.arange(0, 64, gl.SliceLayout(1, LINES))
+    if SPLIT:
+        heads = heads * splits + split
+    columns = FIRST + gl.arange(0, _HALF, gl.SliceLayout(0, LINES))
+    gl.store(y_ptr + heads[:, None] * (2 * _HALF) + columns[None, :], shared.load(LINES))
 
 
 @gluon.jit
@@ -276,7 +304,7 @@ def _attend_left(
         barrier()
         hopper.mbarrier.arrive(total_ready, count=1)
     total = gl.convert_layout(total, OF_SUMS, assert_trivial=True)
-    _put_sums(acc, total, row, split, splits, y_ptr, 0, SPLIT)
+    _put_sums(acc, total, row, split, splits, left, y_ptr, 0, SPLIT)
 
 
 @gluon.jit
@@ -307,7 +335,7 @@ def _attend_right(
     if not SPLIT:
         hopper.mbarrier.wait(total_ready, 0)
         total = totals.load(OF_HEADS)
-    _put_sums(acc, total, row, split, splits, y_ptr, _HALF, SPLIT)
+    _put_sums(acc, total, row, split, splits, right, y_ptr, _HALF, SPLIT)
 
 
 # Numbers of entries and slots change from call to call: one kernel for all.
@@ -374,6 +402,8 @@ def _sparse_mla_hopper_kernel(
     weights = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, 64, _KEYS], TILE)
     words_l = seen_as(left, gl.int32, [_STAGES, _KEYS, 128], WORDS)
     words_r = seen_as(right, gl.int32, [_STAGES, _KEYS, 128], WORDS)
+    # A group of all keys side by side: what a warp reads at once has banks of its own.
+    raw = gl.allocate_shared_memory(gl.int32, [_KEYS, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1]))
     biases = gl.allocate_shared_memory(gl.float32, [_STAGES, _KEYS], FLAT)
     decays = gl.allocate_shared_memory(gl.float32, [_STAGES, 64], FLAT)
     totals = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -393,7 +423,7 @@ def _sparse_mla_hopper_kernel(
                             tops_ptr, stride_q_h, stride_sink, scale, row, split, splits, blocks, SPLIT)),
             (_attend_right, (queries_r, weights, decays, totals, right, ready_r, free_r, queries_ready, weights_ready,
                              weights_free, total_ready, q_ptr, y_ptr, stride_q_h, row, split, splits, blocks, SPLIT)),
-            (_decode_rows, (words_l, words_r, biases, ready_l, ready_r, free_l, free_r, window_ptr, entries_ptr,
+            (_decode_rows, (words_l, words_r, raw, biases, ready_l, ready_r, free_l, free_r, window_ptr, entries_ptr,
                             indices_ptr, stride_w_s, stride_e_s, stride_i_a, n, before, closed, named, split, splits,
                             blocks, SPAN, NAMED, TOKENS)),
         ],

@@ -21,7 +21,7 @@ from xpu_ports.common.launch_order import overlap_options, wait_for_inputs
 from xpu_ports.common.layout import row_strides
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of
 from xpu_ports.quant.mxfp4.kernels.decoding import multiplied_pair
-from xpu_ports.quant.mxfp4.kernels.mxfp4_linear.hopper_row import add_exactly, bits, in_steps, up_to_power
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear.hopper_row import add_exactly, bits, in_steps, pairs_of, up_to_power
 
 # Rows of x, from one more than `hopper_row.py` has to what two products take.
 FEWEST, MOST = 2, 16
@@ -30,9 +30,8 @@ WARPS = 8
 COLUMNS = 64
 # Columns of x whose scales fit into shared memory beside the ring.
 SMALLEST, LARGEST = 2048, 8192
-# Outputs of a product, and turns that the ring holds.
+# Outputs of a product.
 TILE = 16
-RING = 4
 # The most of a thread, with which two programs run side by side.
 REGISTERS = 128
 
@@ -136,10 +135,15 @@ def _ordered(x, WARPS: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _codes(words, WARPS: gl.constexpr, OUT: gl.constexpr, layout: gl.constexpr):
+def _codes(words, WARPS: gl.constexpr, OUT: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
     """[OUT, WARPS, t] to [WARPS, OUT, 32] bf16 times 2^-126, columns as those of x."""
-    even = gl.join(multiplied_pair(words, 0), multiplied_pair(words, 1))
-    odd = gl.join(multiplied_pair(words, 2), multiplied_pair(words, 3))
+    if ROWS == 8:
+        a, b, c, d = pairs_of(words)
+    else:
+        # With fewer registers.
+        a, b = multiplied_pair(words, 0), multiplied_pair(words, 1)
+        c, d = multiplied_pair(words, 2), multiplied_pair(words, 3)
+    even, odd = gl.join(a, b), gl.join(c, d)
     # From [.., J % 2, J / 2, half].
     w = gl.permute(_halves(gl.join(even, odd)), (1, 0, 4, 3, 2, 5))
     return gl.convert_layout(gl.reshape(w, (WARPS, OUT, 32)), layout, assert_trivial=True)
@@ -158,8 +162,8 @@ def _add_products(
     factor_0 = gl.convert_layout(factor_0, gl.SliceLayout(2, MMA), assert_trivial=True)
     factor_1 = gl.convert_layout(factor_1, gl.SliceLayout(2, MMA), assert_trivial=True)
     zero = gl.zeros((WARPS, OUT, ROWS), gl.float32, MMA)
-    total += hopper.mma_v2(_codes(words_0, WARPS, OUT, A), x_0, zero) * gl.expand_dims(factor_0, 2)
-    total += hopper.mma_v2(_codes(words_1, WARPS, OUT, A), x_1, zero) * gl.expand_dims(factor_1, 2)
+    total += hopper.mma_v2(_codes(words_0, WARPS, OUT, ROWS, A), x_0, zero) * gl.expand_dims(factor_0, 2)
+    total += hopper.mma_v2(_codes(words_1, WARPS, OUT, ROWS, A), x_1, zero) * gl.expand_dims(factor_1, 2)
     return total
 
 
@@ -244,11 +248,6 @@ def _hopper_few_kernel(
     eights_s = gl.arange(0, EIGHTS, gl.SliceLayout(0, gl.SliceLayout(1, COPY_S)))[None, None, :]
     step_s = stride_s_n // 8
     scale_ptrs = scale_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + (rows_s * step_s + turns_s * EIGHTS + eights_s)
-    for tile in gl.static_range(TILES):
-        if up_to_power(TURNS) == TURNS:
-            copy_async(scales[tile], scale_ptrs + tile * OUT * step_s)
-        else:
-            copy_async(scales[tile], scale_ptrs + tile * OUT * step_s, mask=turns_s < TURNS)
     # Words in fours, 16 bytes, of a row side by side.
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [32 // (WORDS // 4), WORDS // 4], [WARPS, 1], [1, 0])
     rows_w = gl.arange(0, OUT, gl.SliceLayout(1, COPY))
@@ -256,6 +255,13 @@ def _hopper_few_kernel(
     for turn in gl.static_range(RING - 1):
         for tile in gl.static_range(TILES):
             copy_async(rings[tile].index(turn), words_ptr + (turn * WORDS + tile * OUT * stride_w_n) + at_w)
+        if turn == 0:
+            # With the first turn's words, and behind them.
+            for tile in gl.static_range(TILES):
+                if up_to_power(TURNS) == TURNS:
+                    copy_async(scales[tile], scale_ptrs + tile * OUT * step_s)
+                else:
+                    copy_async(scales[tile], scale_ptrs + tile * OUT * step_s, mask=turns_s < TURNS)
         hopper.async_copy.commit_group()
     # Weights are no other kernel's results.
     wait_for_inputs(OVERLAP)
@@ -359,6 +365,7 @@ def launch(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: Ten
     (rows,), ((stride_x,),) = row_strides(x, dims=1)  # type: ignore[misc]
     words = packed.view(torch.int32)
     tiles = cut(architecture(x.device), rows, N)
+    few = rows <= 8
     overlap = overlap_options(x.device)
     with on_device_of(x):
         _hopper_few_kernel[(cdiv(N, TILE * tiles),)](
@@ -378,8 +385,9 @@ def launch(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, y: Ten
             WARPS=WARPS,
             OUT=TILE,
             TILES=tiles,
-            ROWS=8 if rows <= 8 else 16,
-            RING=RING,
+            ROWS=8 if few else 16,
+            # Turns that the ring holds: by times on an H200.
+            RING=3 if few else 4,
             OVERLAP=bool(overlap),
             num_warps=WARPS,
             maxnreg=REGISTERS,

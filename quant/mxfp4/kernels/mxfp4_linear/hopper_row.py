@@ -61,7 +61,7 @@ def up_to_power(n):
 
 
 @gluon.constexpr_function
-def _words_in_memory(warps, rows):
+def words_in_memory(warps, rows):
     # The lowest bit of a row moves its words by 16, so that the two rows that eight lanes read have banks of their own.
     of_rows = [[1, 16], *[[2 << i, 0] for i in range(bits(rows) - 1)]]
     return gl.SharedLinearLayout([*[[0, 1 << i] for i in range(5 + bits(warps))], *of_rows])
@@ -111,11 +111,17 @@ def _x_of_lanes(warps):
 
 
 @gluon.jit
-def _codes(words, WARPS: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
-    """[ROWS, WARPS, t, word] to [WARPS, ROWS, 128] bf16 times 2^-126, columns [word, J / 2, J % 2, t, half]."""
-    a, b, c, d = gl.inline_asm_elementwise(
+def pairs_of(words):
+    """Nibbles J and J + 4 of words as bf16 times 2^-126, in 32 bits; for J from 0 to 3."""
+    return gl.inline_asm_elementwise(
         _PAIRS, "=&r,=&r,=&r,=&r,r", [words], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def _codes(words, WARPS: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+    """[ROWS, WARPS, t, word] to [WARPS, ROWS, 128] bf16 times 2^-126, columns [word, J / 2, J % 2, t, half]."""
+    a, b, c, d = pairs_of(words)
     pairs = gl.join(gl.join(a, b), gl.join(c, d))
     low = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
     high = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -135,23 +141,33 @@ def add_exactly(total, code, scale, x_ptrs):
 
 
 @gluon.jit
-def _exact_sums(x_ptr, words, scale_ptr, start, N, stride_s, second, K: gl.constexpr, WARPS: gl.constexpr,
-                ROWS: gl.constexpr, GLU: gl.constexpr):  # fmt: skip
-    """The sums as fp32 numbers make them, of words in shared memory; [ROWS]."""
-    LANES: gl.constexpr = _words_of_lanes(WARPS, ROWS)
-    rows = _rows(start, N, second, ROWS, GLU, gl.SliceLayout(1, LANES))
-    columns = gl.arange(0, 32 * WARPS, gl.SliceLayout(0, LANES))
-    total = gl.zeros((ROWS, 32 * WARPS), gl.float32, LANES)
-    for turn in gl.static_range(K // (256 * WARPS)):
-        code = words.index(turn).load(LANES)
-        at = turn * 32 * WARPS + columns
-        scale = gl.load(scale_ptr + (rows * stride_s)[:, None] + (at // 4)[None, :])
-        total = add_exactly(total, code, scale, x_ptr + 8 * at)
+def exact_sums(x_ptr, words, scale_ptr, start, N, stride_s, second, GLU: gl.constexpr, LANES: gl.constexpr):
+    """The sums as fp32 numbers make them, of words in shared memory, [turns, rows, words], read as LANES; [rows]."""
+    TURNS: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    WORDS: gl.constexpr = words.shape[2]
+    rows = rows_of(start, N, second, ROWS, GLU, gl.SliceLayout(1, LANES))
+    scale_ptrs = scale_ptr + (rows * stride_s)[:, None]
+    columns = gl.arange(0, WORDS, gl.SliceLayout(0, LANES))
+    total = gl.zeros((ROWS, WORDS), gl.float32, LANES)
+    # This is hardly ever run; but a loop here costs what comes before it registers.
+    if TURNS <= 8:
+        for turn in gl.static_range(TURNS):
+            total = _add_turn(total, words, turn, scale_ptrs, columns, x_ptr, LANES)
+    else:
+        for turn in range(TURNS):
+            total = _add_turn(total, words, turn, scale_ptrs, columns, x_ptr, LANES)
     return gl.sum(total, axis=1)
 
 
 @gluon.jit
-def _rows(start, N, second, ROWS: gl.constexpr, GLU: gl.constexpr, layout: gl.constexpr):
+def _add_turn(total, words, turn, scale_ptrs, columns, x_ptr, LANES: gl.constexpr):
+    at = turn * words.shape[2] + columns
+    return add_exactly(total, words.index(turn).load(LANES), gl.load(scale_ptrs + (at // 4)[None, :]), x_ptr + 8 * at)
+
+
+@gluon.jit
+def rows_of(start, N, second, ROWS: gl.constexpr, GLU: gl.constexpr, layout: gl.constexpr):
     """The weight's rows of a program, int64; of a gated layer half of them are `second` further on."""
     at = gl.arange(0, ROWS, layout)
     # Rows beyond the last are the last.
@@ -203,23 +219,35 @@ def _hopper_row_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    # x in shared memory, [turn, warp, block, column].
+    COPY_X: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    x_shared = gl.allocate_shared_memory(
+        gl.bfloat16, [TURNS, WARPS, 8, 32], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    )
+    at_w = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, COPY_X)))[:, None, None]
+    at_b = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, COPY_X)))[None, :, None]
+    at_c = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, COPY_X)))[None, None, :]
+    x_ptrs = 256 * at_w + 32 * at_b + at_c
     # Rows of one expert run side by side: what they share is in the cache.
     place = gl.program_id(0)
     if GROUPED:
         wait_for_inputs(OVERLAP)
         expert = gl.load(experts_ptr + place).to(gl.int64)
+        # Asked for before the weights, which the first of them would wait behind.
+        x_ptr += (place // share).to(gl.int64) * stride_x
+        for turn in gl.static_range(TURNS):
+            copy_async(x_shared.index(turn), x_ptr + (turn * 256 * WARPS + x_ptrs))
         if expert >= E:
             return
         words_ptr += expert * stride_w_e
         scale_ptr += expert * stride_s_e
-        x_ptr += (place // share).to(gl.int64) * stride_x
     start = gl.program_id(1) * OUT
-    words = gl.allocate_shared_memory(gl.int32, [TURNS, ROWS, WORDS], _words_in_memory(WARPS, ROWS))
+    words = gl.allocate_shared_memory(gl.int32, [TURNS, ROWS, WORDS], words_in_memory(WARPS, ROWS))
     scales = gl.allocate_shared_memory(gl.int64, [ROWS, SCALES // 8], _scales_in_memory(ROWS, SCALES, 8))
     # Scales in eights, words in fours, 16 bytes, of a row side by side.
     few: gl.constexpr = min(32, SCALES // 8)
     COPY_S: gl.constexpr = gl.BlockedLayout([1, 1], [32 // few, few], [WARPS, 1], [1, 0])
-    rows_s = _rows(start, N, second, ROWS, GLU, gl.SliceLayout(1, COPY_S))
+    rows_s = rows_of(start, N, second, ROWS, GLU, gl.SliceLayout(1, COPY_S))
     columns_s = gl.arange(0, SCALES // 8, gl.SliceLayout(0, COPY_S))
     eights_ptr = scale_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     scale_ptrs = eights_ptr + (rows_s * (stride_s_n // 8))[:, None] + columns_s[None, :]
@@ -229,7 +257,7 @@ def _hopper_row_kernel(
         copy_async(scales, scale_ptrs, mask=(columns_s < K // 256)[None, :])
     several: gl.constexpr = min(32, WORDS // 4)
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [32 // several, several], [WARPS, 1], [1, 0])
-    rows_w = _rows(start, N, second, ROWS, GLU, gl.SliceLayout(1, COPY))
+    rows_w = rows_of(start, N, second, ROWS, GLU, gl.SliceLayout(1, COPY))
     words_ptrs = words_ptr + (rows_w * stride_w_n)[:, None] + gl.arange(0, WORDS, gl.SliceLayout(0, COPY))[None, :]
     for turn in gl.static_range(TURNS):
         copy_async(words.index(turn), words_ptrs + turn * WORDS)
@@ -237,16 +265,8 @@ def _hopper_row_kernel(
     if not GROUPED:
         # Weights are no other kernel's results.
         wait_for_inputs(OVERLAP)
-    # x to shared memory, [turn, warp, block, column].
-    COPY_X: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    x_shared = gl.allocate_shared_memory(
-        gl.bfloat16, [TURNS, WARPS, 8, 32], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    )
-    at_w = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, COPY_X)))[:, None, None]
-    at_b = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, COPY_X)))[None, :, None]
-    at_c = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, COPY_X)))[None, None, :]
-    for turn in gl.static_range(TURNS):
-        x_shared.index(turn).store(gl.load(x_ptr + (turn * 256 * WARPS + 256 * at_w + 32 * at_b + at_c)))
+        for turn in gl.static_range(TURNS):
+            x_shared.index(turn).store(gl.load(x_ptr + (turn * 256 * WARPS + x_ptrs)))
     # A lane gives the product x for column g, which is block g of eight and the weight's from lanes with g % 4.
     X: gl.constexpr = _x_of_lanes(WARPS)
     of_t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, X))))
@@ -279,7 +299,7 @@ def _hopper_row_kernel(
     sums = gl.sum(gl.sum(total, axis=2), axis=0)
     if gl.max(sums.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=0) >= 0x7F800000:
         # For a scale of NaN, an x that is not finite, or a large one.
-        exact = _exact_sums(x_ptr, words, scale_ptr, start, N, stride_s_n, second, K, WARPS, ROWS, GLU)
+        exact = exact_sums(x_ptr, words, scale_ptr, start, N, stride_s_n, second, GLU, _words_of_lanes(WARPS, ROWS))
         sums = gl.convert_layout(exact, sums.type.layout)
     if GLU:
         gate, up = gl.split(gl.permute(gl.reshape(sums, (2, OUT)), (1, 0)))
@@ -303,19 +323,22 @@ class Cut:
     outputs: int
 
 
-def cut(arch: Architecture, N: int, K: int, rows: int) -> Cut:
+def cut(arch: Architecture, N: int, K: int, grouped: bool) -> Cut:
     """By times on an H200; N counts the weight's rows."""
-    if K < 4096 or K % (8 * COLUMNS):
+    if grouped or K < 4096 or K % (8 * COLUMNS):
         return Cut(4, 16)
-    programs = cdiv(N, 32) * rows
+    programs = cdiv(N, 32)
     # 32 outputs share what is made of x, and two such programs fill a multiprocessor: for all of them at once, or many
     # times so many. Else programs of 16, of which five do.
     even = 0.9 * arch.units <= programs <= 2 * arch.units or programs >= 6 * arch.units
     return Cut(8, 32 if K <= 4096 and even else 16)
 
 
-def takes(x: Tensor, packed: Tensor, scale: Tensor) -> bool:
-    """Whether this kernel runs here and is meant for rows of x, bf16, and a weight that is copied by 16 bytes."""
+def takes(x: Tensor, packed: Tensor, scale: Tensor, y: Tensor) -> bool:
+    """Whether this kernel runs here and is meant for rows of x, bf16, and a weight that is copied by 16 bytes.
+
+    y may have any floating dtype.
+    """
     K = x.shape[-1]
     if x.dtype != torch.bfloat16 or not SMALLEST <= K <= LARGEST or K % (4 * COLUMNS) or refuses(x.device) is not None:
         return False
@@ -323,7 +346,9 @@ def takes(x: Tensor, packed: Tensor, scale: Tensor) -> bool:
     # Of one weight what is more than the shared memory of all multiprocessors is read as fast by `row.py`.
     if packed.dim() == 2 and packed.numel() > 1.25 * arch.units * arch.shared_memory:
         return False
-    return in_steps(packed, 64, 16) and in_steps(scale, 8, 8)
+    # x is copied like weights for rows with experts.
+    aligned = packed.dim() == 2 or in_steps(x, 16, 8)
+    return aligned and in_steps(packed, 64, 16) and in_steps(scale, 8, 8)
 
 
 def in_steps(t: Tensor, stride: int, offset: int) -> bool:
@@ -346,7 +371,7 @@ def launch(
     N, K = y.shape[-1], x.shape[-1]
     rows = y.numel() // N
     words, grouped = packed.view(torch.int32), experts is not None
-    how = cut(architecture(x.device), 2 * N if gated else N, K, rows)
+    how = cut(architecture(x.device), 2 * N if gated else N, K, grouped)
     overlap = overlap_options(x.device)
     with on_device_of(x):
         _hopper_row_kernel[(rows, cdiv(N, how.outputs // 2 if gated else how.outputs))](

@@ -22,7 +22,7 @@ from xpu_ports.common.kernels.activations import limit_both, silu
 from xpu_ports.common.launch_order import overlap_options, wait_for_inputs
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of, tl, triton
 from xpu_ports.quant.mxfp4.kernels.decoding import multiplied_pair
-from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import hopper_row
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import hopper_row, hopper_row_fp8
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear.fragments import launch_slices, sum_slices
 
 # Columns of two turns of a warp, whose blocks are the product's columns.
@@ -306,9 +306,10 @@ def _launch(
     gated: bool,
     limit: float | None,
 ) -> None:
-    if hopper_row.takes(x, packed, scale):
-        hopper_row.launch(x, packed, scale, bias, y, experts, share, gated, limit)
-        return
+    for hopper in (hopper_row, hopper_row_fp8):
+        if hopper.takes(x, packed, scale, y):
+            hopper.launch(x, packed, scale, bias, y, experts, share, gated, limit)
+            return
     N, K = y.shape[-1], x.shape[-1]
     rows = y.numel() // N
     words, grouped = packed.view(torch.int32), experts is not None

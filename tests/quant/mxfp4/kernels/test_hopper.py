@@ -215,3 +215,45 @@ def test_what_few_rows_are_compiled_to() -> None:
         assert line["shared"] <= SHARED_MEMORY
         assert not {"STL", "LDL"} & line.keys(), f"registers are spilled: {line}"
         assert line["HMMA"] > 0
+
+
+# Outputs, columns of x, rows with an expert each (0 for a row without), and whether the layer is gated.
+ROWS_OF_EXPERTS = """
+    from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import hopper_row, hopper_row_fp8
+
+    hopper_row._hopper_row_kernel = Compiled(hopper_row._hopper_row_kernel)
+    hopper_row_fp8._hopper_row_fp8_kernel = Compiled(hopper_row_fp8._hopper_row_fp8_kernel)
+    # As on such a device.
+    hopper_row.overlap_options = hopper_row_fp8.overlap_options = lambda device: {"launch_pdl": True}
+    for N, K, rows, gated in (
+        (4096, 4096, 8, False),
+        (2048, 7168, 6, True),
+        (4096, 2048, 8, False),
+        (2048, 2304, 8, False),
+        (1024, 2304, 8, True),
+        (131, 2560, 0, False),
+        (64, 2816, 3, True),
+    ):
+        lead, outputs = (256,) if rows else (), 2 * N if gated else N
+        packed, scale = (torch.empty(*lead, outputs, K // n, dtype=torch.uint8, device="meta") for n in (2, 32))
+        x, y = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((1, K), (max(1, rows), N)))
+        experts = torch.empty(rows, dtype=torch.int64, device="meta") if rows else None
+        bias = None if rows else torch.empty(N, dtype=torch.bfloat16, device="meta")
+        kernel = hopper_row_fp8 if K % 1024 else hopper_row
+        with use_architecture("nvidia"):
+            kernel.launch(x, packed, scale, bias, y, experts, max(1, rows), gated, 10.0 if gated else None)
+        compiled = kernel._hopper_row_fp8_kernel if K % 1024 else kernel._hopper_row_kernel
+        compiled.report(N=N, K=K)
+"""
+
+
+def test_what_rows_of_experts_are_compiled_to() -> None:
+    for line in hopper_code(ROWS_OF_EXPERTS):
+        # Programs side by side, as many as there have to be at least.
+        assert line["shared"] + 1024 <= (SHARED_MEMORY + 1024) // (2 if line["K"] <= 2560 else 1)
+        assert not {"STL", "LDL"} & line.keys(), f"registers are spilled: {line}"
+        if line["K"] % 1024:
+            # Four products for each half of a turn, which do not wait for each other.
+            assert (line["QGMMA"], line["WARPGROUP.DEPBAR"]) == (8, 2), f"products one by one: {line}"
+        else:
+            assert line["HMMA"] > 0

@@ -74,7 +74,7 @@ def test_sizes(experts: Runner, size: dict, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("D", "cut", "limit"),
-    [(1024, None, None), (1024, row.Cut(2, 2, True), 0.5), (2304, None, 0.5)],
+    [(1024, None, None), (1024, row.Cut(2, 2, True), 0.5), (2304, None, 0.5), (4096, None, 0.5)],
     ids=str,
 )
 def test_gate_and_what_it_gates_in_one_launch(
@@ -83,6 +83,8 @@ def test_gate_and_what_it_gates_in_one_launch(
     """NVIDIA's kernel for few rows; a scale of NaN, an infinite input and outputs that end within a tile."""
     if target.backend == "triton" and not tritonlib.INTERPRETED and target.device != "cuda":
         pytest.skip("NVIDIA's kernel: on such a device or in Triton's interpreter")
+    if target.device == "cpu" and D > 2304:
+        pytest.skip("long in the interpreter, and another kernel on Hopper alone")
     if cut:
         monkeypatch.setattr(row, "cut", lambda *_: cut)
     launched = []

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.common.ops import Runner, Target, normal, refusal
-from xpu_ports.common import tritonlib
+from xpu_ports.common import gluonlib, tritonlib
 from xpu_ports.common.device import use_architecture
 from xpu_ports.common.dispatch import use_backend
 from xpu_ports.quant.mxfp4.format import dequantize, quantize
 from xpu_ports.quant.mxfp4.kernels import mxfp4_grouped_linear as module
 from xpu_ports.quant.mxfp4.kernels.mxfp4_grouped_linear import mxfp4_grouped_linear
-from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import row
+from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import hopper_row, hopper_row_fp8, row
 
 pytestmark = pytest.mark.op("mxfp4_grouped_linear")
 # A of 0: experts has one dimension.
@@ -108,6 +110,35 @@ def test_other_architectures(
     monkeypatch.setattr(module, "LARGEST_UNSORTED", 8)
     with use_architecture(architecture):
         grouped(torch.randn(M, 96).bfloat16(), *weights_of(5, 33, 96), choices(M, 2, 5))
+
+
+@pytest.mark.parametrize("value", [1.0, 1e30, math.inf])
+@pytest.mark.parametrize(("N", "K"), [(37, 2048), (131, 2304), (64, 2560), (24, 3072), (41, 4096), (9, 7168)])
+def test_rows_on_hopper(
+    grouped: Runner, target: Target, monkeypatch: pytest.MonkeyPatch, N: int, K: int, value: float
+) -> None:
+    """Rows of a wider x; scales and an x that the products do not take, of one row alone."""
+    why = "another back end" if target.backend != "triton" else gluonlib.refuses(torch.device(target.device))
+    if why is not None:
+        pytest.skip(f"not here: {why}")
+    grouped.op.forget()
+    taken = []
+    for kernel in hopper_row, hopper_row_fp8:
+        launch = kernel.launch
+        monkeypatch.setattr(
+            kernel, "launch", lambda *args, launch=launch, name=kernel.__name__: taken.append(name) or launch(*args)
+        )
+    packed, scale = weights_of(5, N, K)
+    wide, experts = torch.randn(3, K + 16).bfloat16(), torch.tensor([[0, 3, 1], [4, 4, 3], [2, 1, 2]])
+    grouped(wide[:, 16:], packed, scale, experts)
+    scale[3, N // 2, 1], scale[0, 0, 5], scale[4, N - 1, K // 32 - 1] = 255, 200, 0
+    x = wide[:, :K].clone()
+    x[1, 7] = value
+    y = grouped(x, packed, scale, experts)
+    assert y[2].isfinite().all()
+    assert taken == 2 * [(hopper_row_fp8 if K % 1024 else hopper_row).__name__]
+    # Nothing says that such rows begin at multiples of 16 bytes.
+    grouped(torch.randn(3, K + 4).bfloat16()[:, 4:], packed, scale, experts)
 
 
 @pytest.mark.parametrize("cut", [None, row.Cut(4, 2, True)], ids=str)

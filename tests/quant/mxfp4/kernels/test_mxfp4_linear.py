@@ -21,6 +21,7 @@ from xpu_ports.quant.mxfp4.kernels.mxfp4_linear import (
     fragments,
     hopper_few,
     hopper_row,
+    hopper_row_fp8,
     mxfp4_linear,
     mxfp4_linear_a4,
     row,
@@ -170,15 +171,20 @@ class Both:
         linear(x, packed, scale)
 
     @pytest.mark.parametrize("value", [1.0, 1e12, math.inf])
-    @pytest.mark.parametrize(("N", "K"), [(1, 2048), (37, 3072), (4301, 4096), (131, 5120), (24, 8192)])
+    @pytest.mark.parametrize(
+        ("N", "K"), [(1, 2048), (37, 3072), (4301, 4096), (131, 5120), (24, 8192), (1, 2304), (131, 2560), (4301, 2816)]
+    )
     def test_one_row_on_hopper(self, linear: Runner, target: Target, N: int, K: int, value: float) -> None:
         """All weights are asked for at once; scales and an x that the products do not take."""
         packed, scale = weight_of(N, K)
-        x = torch.randn(1, K).bfloat16()
-        given = (x.to(target.device), packed.to(target.device), scale.to(target.device))
-        if not hopper_row.takes(*given):
-            pytest.skip(f"not here: {gluonlib.refuses(given[0].device)}")
-        linear(x, packed, scale, torch.randn(N).bfloat16())
+        x, bias = torch.randn(1, K).bfloat16(), torch.randn(N).bfloat16()
+        kernel = hopper_row_fp8 if K % 1024 else hopper_row
+        if not kernel.takes(*(t.to(target.device) for t in (x, packed, scale, bias))):
+            pytest.skip(f"not here: {gluonlib.refuses(torch.device(target.device))}")
+        linear(x, packed, scale, bias)
+        # Numbers of very different sizes in one block.
+        x[0, 40], x[0, 41] = 3e4, 1e-5
+        linear(x, packed, scale)
         x[0, 7] = value
         scale[N // 2, 1], scale[0, 5], scale[N - 1, K // 32 - 1] = 255, 200, 0
         linear(x, packed, scale)
