@@ -238,6 +238,9 @@ def _hopper_row_kernel(
         for turn in gl.static_range(TURNS):
             copy_async(x_shared.index(turn), x_ptr + (turn * 256 * WARPS + x_ptrs))
         if expert >= E:
+            # No program ends before its copies.
+            hopper.async_copy.commit_group()
+            hopper.async_copy.wait_group(0)
             return
         words_ptr += expert * stride_w_e
         scale_ptr += expert * stride_s_e
