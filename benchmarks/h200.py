@@ -44,7 +44,9 @@ def main(sections: tuple[str, ...]) -> int:
             print(f"\n== {section}", flush=True)
             name, _, arguments = section.partition(":")
             command = [*_command(name), *filter(None, arguments.split(","))]
-            code = _run(command, environment, LIMITS[name])
+            # As many processes as there are cores have one each for what they compute on the CPU.
+            threads = {"OMP_NUM_THREADS": "1"} if name == "tests" else {}
+            code = _run(command, {**environment, **threads}, LIMITS[name])
             print(f"== {section}: exit {code}, {time.perf_counter() - start:.0f} s", flush=True)
             if code != 0:
                 failed.append(section)
