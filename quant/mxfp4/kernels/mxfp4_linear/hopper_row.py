@@ -8,6 +8,7 @@ while the one before it ends (`launch_order.py`) and asks for its weights before
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,6 +180,24 @@ def rows_of(start, N, second, ROWS: gl.constexpr, GLU: gl.constexpr, layout: gl.
     return rows
 
 
+@gluon.jit
+def put_outputs(sums, bias_ptr, y_ptr, start, N, limit, BIAS: gl.constexpr, GLU: gl.constexpr, LIMIT: gl.constexpr):
+    """A program's outputs from `start` on, of its rows' sums; of a gated layer the gates' sums come first."""
+    OUT: gl.constexpr = sums.shape[0] // 2 if GLU else sums.shape[0]
+    if GLU:
+        gate, up = gl.split(gl.permute(gl.reshape(sums, (2, OUT)), (1, 0)))
+        if LIMIT:
+            gate, up = limit_both(gate, up, limit)
+        y = silu(gate) * up
+    else:
+        y = sums
+    offs_n = start + gl.arange(0, OUT, y.type.layout)
+    mask = offs_n < N
+    if BIAS:
+        y += gl.load(bias_ptr + offs_n.to(gl.int64), mask=mask, other=0.0).to(gl.float32)
+    gl.store(y_ptr + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
 # ------------------------------------------------------------------------------------------------------------- kernel
 
 
@@ -304,18 +323,7 @@ def _hopper_row_kernel(
         # For a scale of NaN, an x that is not finite, or a large one.
         exact = exact_sums(x_ptr, words, scale_ptr, start, N, stride_s_n, second, GLU, _words_of_lanes(WARPS, ROWS))
         sums = gl.convert_layout(exact, sums.type.layout)
-    if GLU:
-        gate, up = gl.split(gl.permute(gl.reshape(sums, (2, OUT)), (1, 0)))
-        if LIMIT:
-            gate, up = limit_both(gate, up, limit)
-        y = silu(gate) * up
-    else:
-        y = sums
-    offs_n = start + gl.arange(0, OUT, y.type.layout)
-    mask = offs_n < N
-    if BIAS:
-        y += gl.load(bias_ptr + offs_n.to(gl.int64), mask=mask, other=0.0).to(gl.float32)
-    gl.store(y_ptr + place.to(gl.int64) * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask)
+    put_outputs(sums, bias_ptr, y_ptr + place.to(gl.int64) * N, start, N, limit, BIAS, GLU, LIMIT)
 
 
 @dataclass(frozen=True)
@@ -345,18 +353,66 @@ def takes(x: Tensor, packed: Tensor, scale: Tensor, y: Tensor) -> bool:
     K = x.shape[-1]
     if x.dtype != torch.bfloat16 or not SMALLEST <= K <= LARGEST or K % (4 * COLUMNS) or refuses(x.device) is not None:
         return False
-    arch = architecture(x.device)
+    # x is copied like weights for rows with experts.
+    return takes_weight(packed, scale) and (packed.dim() == 2 or in_steps(x, 16, 8))
+
+
+def takes_weight(packed: Tensor, scale: Tensor) -> bool:
+    """Whether a weight can be copied by 16 bytes, and asking for all of it at once pays."""
+    arch = architecture(packed.device)
     # Of one weight what is more than the shared memory of all multiprocessors is read as fast by `row.py`.
     if packed.dim() == 2 and packed.numel() > 1.25 * arch.units * arch.shared_memory:
         return False
-    # x is copied like weights for rows with experts.
-    aligned = packed.dim() == 2 or in_steps(x, 16, 8)
-    return aligned and in_steps(packed, 64, 16) and in_steps(scale, 8, 8)
+    return in_steps(packed, 64, 16) and in_steps(scale, 8, 8)
 
 
 def in_steps(t: Tensor, stride: int, offset: int) -> bool:
     """Whether all rows begin at multiples."""
     return all(s % stride == 0 for s in t.stride()[:-1]) and t.storage_offset() % offset == 0
+
+
+def arguments(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    experts: Tensor | None,
+    share: int,
+    gated: bool,
+    limit: float | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What kernels for a row are given, with the option to start early: by place and by name."""
+    N, words, grouped = y.shape[-1], packed.view(torch.int32), experts is not None
+    overlap = overlap_options(x.device)
+    by_place = (
+        x,
+        words,
+        scale,
+        x if bias is None else bias,
+        x if experts is None else experts,
+        y,
+        N,
+        0.0 if limit is None else limit,
+        x.stride(0) if grouped else 0,
+        words.stride(0) if grouped else 0,
+        words.stride(-2),
+        scale.stride(0) if grouped else 0,
+        scale.stride(-2),
+        N,
+        share,
+        packed.shape[0] if grouped else 1,
+    )
+    by_name = dict(
+        K=x.shape[-1],
+        BIAS=bias is not None,
+        GROUPED=grouped,
+        GLU=gated,
+        LIMIT=limit is not None,
+        OVERLAP=bool(overlap),
+        **overlap,
+    )
+    return by_place, by_name
 
 
 def launch(
@@ -372,36 +428,9 @@ def launch(
 ) -> None:
     """Fill y, contiguous [rows, N] in any floating dtype, of what is taken; see `row.launch` and `row.launch_gated`."""
     N, K = y.shape[-1], x.shape[-1]
-    rows = y.numel() // N
-    words, grouped = packed.view(torch.int32), experts is not None
-    how = cut(architecture(x.device), 2 * N if gated else N, K, grouped)
-    overlap = overlap_options(x.device)
+    how = cut(architecture(x.device), 2 * N if gated else N, K, experts is not None)
+    by_place, by_name = arguments(x, packed, scale, bias, y, experts, share, gated, limit)
     with on_device_of(x):
-        _hopper_row_kernel[(rows, cdiv(N, how.outputs // 2 if gated else how.outputs))](
-            x,
-            words,
-            scale,
-            x if bias is None else bias,
-            x if experts is None else experts,
-            y,
-            N,
-            0.0 if limit is None else limit,
-            x.stride(0) if grouped else 0,
-            words.stride(0) if grouped else 0,
-            words.stride(-2),
-            scale.stride(0) if grouped else 0,
-            scale.stride(-2),
-            N,
-            share,
-            packed.shape[0] if grouped else 1,
-            K=K,
-            BIAS=bias is not None,
-            GROUPED=grouped,
-            GLU=gated,
-            LIMIT=limit is not None,
-            WARPS=how.warps,
-            ROWS=how.outputs,
-            OVERLAP=bool(overlap),
-            num_warps=how.warps,
-            **overlap,
+        _hopper_row_kernel[(y.numel() // N, cdiv(N, how.outputs // 2 if gated else how.outputs))](
+            *by_place, **by_name, WARPS=how.warps, ROWS=how.outputs, num_warps=how.warps
         )

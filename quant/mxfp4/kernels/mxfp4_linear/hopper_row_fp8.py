@@ -18,16 +18,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xpu_ports.common.device import architecture
 from xpu_ports.common.gluonlib import allocate_barriers, barrier, copy_async, gl, gluon, hopper, refuses, seen_as
-from xpu_ports.common.kernels.activations import limit_both, silu
-from xpu_ports.common.launch_order import overlap_options, wait_for_inputs
+from xpu_ports.common.launch_order import wait_for_inputs
 from xpu_ports.common.tritonlib import cdiv, kernel, on_device_of
 from xpu_ports.quant.mxfp4.kernels.mxfp4_linear.hopper_row import (
+    arguments,
     bits,
     exact_sums,
-    in_steps,
+    put_outputs,
     rows_of,
+    takes_weight,
     up_to_power,
     words_in_memory,
 )
@@ -350,18 +350,7 @@ def _hopper_row_fp8_kernel(
         # For a scale of NaN, an x that is not finite, or a large one.
         exact = exact_sums(x_ptr, words, scale_ptr, start, N, stride_s_n, second, GLU, _words_of_lanes())
         sums = gl.convert_layout(exact, SUMS)
-    if GLU:
-        gate, up = gl.split(gl.permute(gl.reshape(sums, (2, OUT)), (1, 0)))
-        if LIMIT:
-            gate, up = limit_both(gate, up, limit)
-        y = silu(gate) * up
-    else:
-        y = sums
-    offs_n = start + gl.arange(0, OUT, y.type.layout)
-    mask = offs_n < N
-    if BIAS:
-        y += gl.load(bias_ptr + offs_n.to(gl.int64), mask=mask, other=0.0).to(gl.float32)
-    gl.store(y_ptr + place.to(gl.int64) * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask)
+    put_outputs(sums, bias_ptr, y_ptr + place.to(gl.int64) * N, start, N, limit, BIAS, GLU, LIMIT)
 
 
 def takes(x: Tensor, packed: Tensor, scale: Tensor, y: Tensor) -> bool:
@@ -371,11 +360,7 @@ def takes(x: Tensor, packed: Tensor, scale: Tensor, y: Tensor) -> bool:
         return False
     if not SMALLEST <= K <= LARGEST or K % COLUMNS or refuses(x.device) is not None:
         return False
-    arch = architecture(x.device)
-    # Of one weight what is more than the shared memory of all multiprocessors is read as fast by `row.py`.
-    if packed.dim() == 2 and packed.numel() > 1.25 * arch.units * arch.shared_memory:
-        return False
-    return in_steps(packed, 64, 16) and in_steps(scale, 8, 8)
+    return takes_weight(packed, scale)
 
 
 def launch(
@@ -390,34 +375,9 @@ def launch(
     limit: float | None,
 ) -> None:
     """Fill y, contiguous [rows, N], of what is taken; see `row.launch` and `row.launch_gated`."""
-    N, K = y.shape[-1], x.shape[-1]
-    rows = y.numel() // N
-    words, grouped = packed.view(torch.int32), experts is not None
-    overlap = overlap_options(x.device)
+    N = y.shape[-1]
+    by_place, by_name = arguments(x, packed, scale, bias, y, experts, share, gated, limit)
     with on_device_of(x):
-        _hopper_row_fp8_kernel[(rows, cdiv(N, ROWS // 2 if gated else ROWS))](
-            x,
-            words,
-            scale,
-            x if bias is None else bias,
-            x if experts is None else experts,
-            y,
-            N,
-            0.0 if limit is None else limit,
-            x.stride(0) if grouped else 0,
-            words.stride(0) if grouped else 0,
-            words.stride(-2),
-            scale.stride(0) if grouped else 0,
-            scale.stride(-2),
-            N,
-            share,
-            packed.shape[0] if grouped else 1,
-            K=K,
-            BIAS=bias is not None,
-            GROUPED=grouped,
-            GLU=gated,
-            LIMIT=limit is not None,
-            OVERLAP=bool(overlap),
-            num_warps=4,
-            **overlap,
+        _hopper_row_fp8_kernel[(y.numel() // N, cdiv(N, ROWS // 2 if gated else ROWS))](
+            *by_place, **by_name, num_warps=4
         )

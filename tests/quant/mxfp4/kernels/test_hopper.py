@@ -224,7 +224,7 @@ ROWS_OF_EXPERTS = """
     hopper_row._hopper_row_kernel = Compiled(hopper_row._hopper_row_kernel)
     hopper_row_fp8._hopper_row_fp8_kernel = Compiled(hopper_row_fp8._hopper_row_fp8_kernel)
     # As on such a device.
-    hopper_row.overlap_options = hopper_row_fp8.overlap_options = lambda device: {"launch_pdl": True}
+    hopper_row.overlap_options = lambda device: {"launch_pdl": True}
     for N, K, rows, gated in (
         (4096, 4096, 8, False),
         (2048, 7168, 6, True),
