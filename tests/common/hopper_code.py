@@ -51,7 +51,10 @@ except (AttributeError, RuntimeError) as error:
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
+NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32",
+    torch.int64: "i64",
+}
 OPTIONS = ("num_warps", "launch_pdl", "maxnreg")
 
 

@@ -25,7 +25,7 @@ from xpu_ports.common.gluonlib import (
 )
 from xpu_ports.common.kernels.fp8_pages import GROUP
 from xpu_ports.common.kernels.sparse_mla.kernels import window_slots
-from xpu_ports.common.tritonlib import kernel
+from xpu_ports.common.tritonlib import kernel, next_power_of_2
 
 # What a program takes: heads, all of what one asynchronous product has rows for, and keys at a time.
 HEADS, KEYS = 64, 64
@@ -47,19 +47,21 @@ _REGISTERS_RIGHT = gl.constexpr(168)
 
 
 def _pair(out: int, select: str) -> str:
-    """Two codes as bf16: sign, exponent and mantissa where bf16 has them, 2^120 for the exponent's bias, the scale."""
+    """Two codes as bf16: sign, exponent and mantissa where bf16 has them, 2^120 for the exponent's bias, the scale.
+
+    The selection has signs of bytes above them.
+    """
     return f"""
     prmt.b32 code, $2, 0, {select};
-    shr.u32 low, code, 4;
-    and.b32 low, low, 0x07F007F0;
-    lop3.b32 code, code, 0x80008000, low, 0xEA;
+    shl.b32 code, code, 4;
+    and.b32 code, code, 0x87F087F0;
     mul.rn.bf16x2 code, code, bias;
     mul.rn.bf16x2 ${out}, code, $3;"""
 
 
 # The four codes of a word $2, in order, times $3 as two pairs.
 _DECODE = gl.constexpr(
-    "{\n.reg .b32 code, low, bias;\nmov.b32 bias, 0x7B807B80;" + _pair(0, "0x1404") + _pair(1, "0x3424") + "\n}"
+    "{\n.reg .b32 code, bias;\nmov.b32 bias, 0x7B807B80;" + _pair(0, "0x9180") + _pair(1, "0xB3A2") + "\n}"
 )
 
 
@@ -105,7 +107,7 @@ def _decoded(words, scales, layout: gl.constexpr):
 @gluon.jit
 def _decode_rows(
     left, right, raw, biases, ready_l, ready_r, free_l, free_r, window_ptr, entries_ptr, indices_ptr, stride_w_s,
-    stride_e_s, stride_i_a, n, before, closed, named, split, splits, blocks,
+    stride_e_s, stride_i_a, n, before, closed, named, split, splits, turns,
     SPAN: gl.constexpr, NAMED: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Decode tiles of rows into shared memory, seen in words of two columns, [stages, keys, 128] each half.
@@ -133,7 +135,7 @@ def _decode_rows(
     scales_r = scales_l
     counts = scales_l < 0
     # The first turn only asks for rows.
-    for i in range(-1, (blocks - split + splits - 1) // splits):
+    for i in range(-1, turns):
         block = split + (i + 1) * splits
         at = _slots(block, entry, n, before, closed, SPAN, W, OF_KEYS)
         entry = _named(block + splits, indices_ptr, named, stride_i_a, W, NAMED, OF_KEYS)
@@ -168,13 +170,14 @@ def _decode_rows(
         if i >= 0:
             hopper.async_copy.wait_group(0)
             words_l = raw.load(RAW)
-            copy_async(raw, ptrs)
-            hopper.async_copy.commit_group()
             hopper.mbarrier.wait(free_l.index(s), phase ^ 1)
             left.index(s).store(_decoded(words_l, scales_now, OUT).reshape([_KEYS, 128]))
             hopper.fence_async_shared()
             barrier()
             hopper.mbarrier.arrive(ready_l.index(s), count=1)
+            # Not before: behind loads that wait for memory, what is read here would wait too.
+            copy_async(raw, ptrs)
+            hopper.async_copy.commit_group()
         else:
             copy_async(raw, ptrs)
             hopper.async_copy.commit_group()
@@ -225,22 +228,28 @@ def _put_weights(s, phase, scores, scale, top, total, biases, weights, decays, w
 
 
 @gluon.jit
-def _put_sums(acc, total, row, split, splits, rows, y_ptr, FIRST: gl.constexpr, SPLIT: gl.constexpr):
+def _put_sums(acc, total, rows, row, step, y_ptr, tops_ptr, FIRST: gl.constexpr, SPLIT: gl.constexpr):
     """The sums of half of the columns, from FIRST on: a part of them, or divided by the total the result.
 
-    They go through the shared memory of the rows that they are of, from which a warp writes whole lines.
+    A part is fp16, half of what fp32 takes, times a power of two for each head, with which its largest sum is near
+    fp16's largest: the rounding is 2^-12, an eighth of the result's. All goes through the shared memory of the rows
+    that it is of, from which a warp writes whole lines.
     """
     if SPLIT:
-        shared = seen_as(rows, gl.float32, [64, _HALF], gl.NVMMASharedLayout(128, 32, 2))
+        # fp32's exponent of each head's largest, and of what makes that 2^14 or more; it and its inverse are normal.
+        largest = gl.max(gl.abs(acc), 1).to(gl.int32, bitcast=True) >> 23
+        exponent = gl.minimum(268 - largest, 253)
+        acc = (acc * (exponent << 23).to(gl.float32, bitcast=True)[:, None]).to(gl.float16)
+        heads = row + gl.arange(0, 64, exponent.type.layout) * step
+        gl.store(tops_ptr + 4 * heads + 2 + FIRST // _HALF, ((254 - exponent) << 23).to(gl.float32, bitcast=True))
+        shared = seen_as(rows.index(0), gl.float16, [64, _HALF], gl.NVMMASharedLayout(128, 16, 2))
     else:
         acc = (acc * (1 / total)[:, None]).to(gl.bfloat16)
         shared = rows.index(0)
     shared.store(acc)
     barrier()
-    LINES: gl.constexpr = gl.BlockedLayout([1, 4 if SPLIT else 8], [1, 32], [4, 1], [1, 0])
-    heads = row + gl.arange(0, 64, gl.SliceLayout(1, LINES))
-    if SPLIT:
-        heads = heads * splits + split
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    heads = row + gl.arange(0, 64, gl.SliceLayout(1, LINES)) * step
     columns = FIRST + gl.arange(0, _HALF, gl.SliceLayout(0, LINES))
     gl.store(y_ptr + heads[:, None] * (2 * _HALF) + columns[None, :], shared.load(LINES))
 
@@ -249,7 +258,7 @@ def _put_sums(acc, total, row, split, splits, rows, y_ptr, FIRST: gl.constexpr, 
 def _attend_left(
     queries_l, queries_r, weights, decays, totals, left, right, biases, ready_l, ready_r, free_l, queries_ready,
     weights_ready, weights_free, total_ready, q_ptr, sinks_ptr, y_ptr, tops_ptr, stride_q_h, stride_sink, scale, row,
-    split, splits, blocks, SPLIT: gl.constexpr,
+    step, turns, split, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights, and the sums of the left half."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -273,11 +282,10 @@ def _attend_left(
         total = gl.full([64], 1.0, gl.float32, OF_HEADS)
     decay = total
     hopper.mbarrier.wait(queries_ready, 0)
-    n = (blocks - split + splits - 1) // splits
     # The product with a tile's values comes behind that for the next one's scores, and beside their softmax; with the
     # first one's scores there is one with weights of 0, which costs less than code of its own for that turn. A part may
     # have no tile where few entries are closed.
-    for i in range(n):
+    for i in range(turns):
         s = i % _STAGES
         phase = (i // _STAGES) & 1
         last = gl.maximum(i - 1, 0) % _STAGES
@@ -292,27 +300,27 @@ def _attend_left(
         barrier()
         if i > 0:
             hopper.mbarrier.arrive(free_l.index(last), count=1)
-    for _ in range(gl.minimum(n, 1)):
-        last = (n - 1) % _STAGES
+    for _ in range(gl.minimum(turns, 1)):
+        last = (turns - 1) % _STAGES
         acc = acc * gl.convert_layout(decay, OF_SUMS, assert_trivial=True)[:, None]
         acc = hopper.warpgroup_mma(weights.index(last), left.index(last), acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
     if SPLIT:
-        rows = (row + heads) * splits + split
-        gl.store(tops_ptr + 2 * rows, top)
-        gl.store(tops_ptr + 2 * rows + 1, total)
+        heads = row + heads * step
+        gl.store(tops_ptr + 4 * heads, top)
+        gl.store(tops_ptr + 4 * heads + 1, total)
     else:
         totals.store(total)
         barrier()
         hopper.mbarrier.arrive(total_ready, count=1)
     total = gl.convert_layout(total, OF_SUMS, assert_trivial=True)
-    _put_sums(acc, total, row, split, splits, left, y_ptr, 0, SPLIT)
+    _put_sums(acc, total, left, row, step, y_ptr, tops_ptr, 0, SPLIT)
 
 
 @gluon.jit
 def _attend_right(
     queries_r, weights, decays, totals, right, ready_r, free_r, queries_ready, weights_ready, weights_free, total_ready,
-    q_ptr, y_ptr, stride_q_h, row, split, splits, blocks, SPLIT: gl.constexpr,
+    q_ptr, y_ptr, tops_ptr, stride_q_h, row, step, turns, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The sums of the right half."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -320,8 +328,7 @@ def _attend_right(
     _put_queries(q_ptr, stride_q_h, queries_r, _HALF)
     hopper.mbarrier.arrive(queries_ready, count=1)
     acc = gl.zeros([64, _HALF], gl.float32, SUMS)
-    n = (blocks - split + splits - 1) // splits
-    for i in range(n):
+    for i in range(turns):
         s = i % _STAGES
         phase = (i // _STAGES) & 1
         # The weights imply the rows, but it is the writers' own fence that asynchronous products go by.
@@ -337,7 +344,7 @@ def _attend_right(
     if not SPLIT:
         hopper.mbarrier.wait(total_ready, 0)
         total = totals.load(OF_HEADS)
-    _put_sums(acc, total, row, split, splits, right, y_ptr, _HALF, SPLIT)
+    _put_sums(acc, total, right, row, step, y_ptr, tops_ptr, _HALF, SPLIT)
 
 
 # Numbers of entries and slots change from call to call: one kernel for all.
@@ -387,13 +394,16 @@ def _sparse_mla_hopper_kernel(
             named = closed
         blocks = (named + _KEYS - 1) // _KEYS
     # Blocks are dealt out in turn, so that the parts are equally long whatever is closed.
-    blocks += W
+    turns = (blocks + W - split + splits - 1) // splits
     q_ptr += b * stride_q_b + head.to(gl.int64) * stride_q_h
     sinks_ptr += head * stride_sink
     window_ptr = (window_ptr + b * stride_w_b).to(gl.pointer_type(gl.int32), bitcast=True)
     entries_ptr = (entries_ptr + b * stride_e_b).to(gl.pointer_type(gl.int32), bitcast=True)
     indices_ptr += b * stride_i_b
-    row = b * H + head
+    # Where the heads' results begin, and how far from one to the next.
+    row, step = b * H + head, 1
+    if SPLIT:
+        row, step = row * splits + split, splits
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -422,16 +432,58 @@ def _sparse_mla_hopper_kernel(
         [
             (_attend_left, (queries_l, queries_r, weights, decays, totals, left, right, biases, ready_l, ready_r,
                             free_l, queries_ready, weights_ready, weights_free, total_ready, q_ptr, sinks_ptr, y_ptr,
-                            tops_ptr, stride_q_h, stride_sink, scale, row, split, splits, blocks, SPLIT)),
+                            tops_ptr, stride_q_h, stride_sink, scale, row, step, turns, split, SPLIT)),
             (_attend_right, (queries_r, weights, decays, totals, right, ready_r, free_r, queries_ready, weights_ready,
-                             weights_free, total_ready, q_ptr, y_ptr, stride_q_h, row, split, splits, blocks, SPLIT)),
+                             weights_free, total_ready, q_ptr, y_ptr, tops_ptr, stride_q_h, row, step, turns, SPLIT)),
             (_decode_rows, (words_l, words_r, raw, biases, ready_l, ready_r, free_l, free_r, window_ptr, entries_ptr,
                             indices_ptr, stride_w_s, stride_e_s, stride_i_a, n, before, closed, named, split, splits,
-                            blocks, SPAN, NAMED, TOKENS)),
+                            turns, SPAN, NAMED, TOKENS)),
         ],
         [4, _DECODERS],
         [_REGISTERS_RIGHT, _REGISTERS_DECODERS],
     )  # fmt: skip
+
+
+@kernel
+@gluon.jit(do_not_specialize=["splits"])
+def _join_hopper_kernel(sums_ptr, tops_ptr, y_ptr, splits, PARTS: gl.constexpr):
+    """The sum of four heads' parts, a warp each, scaled to the largest score of all; the sink makes totals positive.
+
+    tops: [heads, splits, 4] of the largest score, the total, and what the sums of each half of the columns are times.
+    PARTS: how many are read at once.
+    """
+    ALL: gl.constexpr = gl.BlockedLayout([1, PARTS, 8], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    OF_PARTS: gl.constexpr = gl.SliceLayout(2, ALL)
+    OF_SUMS: gl.constexpr = gl.SliceLayout(1, ALL)
+    heads = gl.program_id(0).to(gl.int64) * 4 + gl.arange(0, 4, gl.SliceLayout(1, OF_PARTS))
+    columns = gl.arange(0, _HALF, gl.SliceLayout(0, OF_SUMS))
+    total = gl.zeros([4], gl.float32, gl.SliceLayout(1, OF_PARTS))
+    top = total - float("inf")
+    left = gl.zeros([4, _HALF], gl.float32, OF_SUMS)
+    right = left
+    for first in range(0, splits, PARTS):
+        part = first + gl.arange(0, PARTS, gl.SliceLayout(0, OF_PARTS))[None, :]
+        counts = part < splits
+        part = heads[:, None] * splits + part
+        sums_ptrs = sums_ptr + part[:, :, None] * (2 * _HALF) + columns[None, None, :]
+        sums_l = gl.load(sums_ptrs, counts[:, :, None], other=0.0)
+        sums_r = gl.load(sums_ptrs + _HALF, counts[:, :, None], other=0.0)
+        ptrs = tops_ptr + 4 * part
+        tops = gl.load(ptrs, counts, other=-float("inf"))
+        totals = gl.load(ptrs + 1, counts, other=0.0)
+        scale_l, scale_r = gl.load(ptrs + 2, counts, other=0.0), gl.load(ptrs + 3, counts, other=0.0)
+        new_top = gl.maximum(top, gl.max(tops, 1))
+        decay, weights = gl.exp2(top - new_top), gl.exp2(tops - new_top[:, None])
+        total = total * decay + gl.sum(weights * totals, 1)
+        decay = gl.convert_layout(decay, gl.SliceLayout(1, OF_SUMS), assert_trivial=True)[:, None]
+        left = left * decay + gl.sum(sums_l.to(gl.float32) * (weights * scale_l)[:, :, None], 1)
+        right = right * decay + gl.sum(sums_r.to(gl.float32) * (weights * scale_r)[:, :, None], 1)
+        top = new_top
+    heads = gl.convert_layout(heads, gl.SliceLayout(1, OF_SUMS), assert_trivial=True)
+    total = gl.convert_layout(total, gl.SliceLayout(1, OF_SUMS), assert_trivial=True)[:, None]
+    ptrs = y_ptr + heads[:, None] * (2 * _HALF) + columns[None, :]
+    gl.store(ptrs, (left / total).to(gl.bfloat16))
+    gl.store(ptrs + _HALF, (right / total).to(gl.bfloat16))
 
 
 def takes(q: Tensor, rope: int) -> bool:
@@ -450,7 +502,6 @@ def launch(
     lengths: Tensor,
     sinks: Tensor,
     y: Tensor,
-    tops: Tensor,
     span: int,
     ratio: int,
     slots: int,
@@ -459,13 +510,17 @@ def launch(
     splits: int,
     scale: float,
 ) -> None:
-    """Fill y, or where the keys are split y's parts and `tops`, as `_sparse_mla_kernel` does.
+    """Fill y, with the keys in so many parts.
 
     before: slots of the window's ring. slots, named: of the entries, how many are named. tokens: of a page.
     """
-    B, H, _ = q.shape
+    B, H, K = q.shape
     store = window if entries is None else entries
     of_indices = (0, 0) if indices is None else indices.stride()
+    out, tops = y, y
+    if splits > 1:
+        out = torch.empty((B * H * splits, K), dtype=torch.float16, device=q.device)
+        tops = torch.empty((B * H * splits, 4), dtype=torch.float32, device=q.device)
     _sparse_mla_hopper_kernel[(B * (H // HEADS), splits)](
         q,
         window,
@@ -473,7 +528,7 @@ def launch(
         q if indices is None else indices,
         lengths,
         sinks,
-        y,
+        out,
         tops,
         before,
         slots,
@@ -497,3 +552,6 @@ def launch(
         SPLIT=splits > 1,
         num_warps=4,
     )
+    if splits > 1:
+        parts = min(16, next_power_of_2(splits))
+        _join_hopper_kernel[(B * H // 4,)](out, tops, y, splits, PARTS=parts, num_warps=4)

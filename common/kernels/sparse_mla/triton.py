@@ -209,9 +209,17 @@ def _attend(
     arch = architecture(q.device)
     width = max(16, next_power_of_2(K))
     cut = tile(arch, B * T, H, width, rope, max(parts), tokens[0] > 0, indices is not None)
+    pages = tokens[0] > 0 and (entries is None or alike)
     programs = B * T * cdiv(H, cut.heads)
     blocks = cdiv(span, cut.keys) + cdiv(named, cut.keys)
     splits = split(arch, programs, blocks)
+    if decode and pages and cut.heads == hopper.HEADS and cut.keys == hopper.KEYS and hopper.takes(q, rope):
+        with on_device_of(q):
+            hopper.launch(
+                q, window, before, entries, indices, lengths, sinks, y,
+                span, ratio, slots, named, tokens[0], splits, scale,
+            )  # fmt: skip
+        return y
     out, tops = y, y
     if splits > 1:
         out = torch.empty((B * T * H * splits, K), dtype=torch.float32, device=q.device)
@@ -222,61 +230,54 @@ def _attend(
     if decode:
         # No view with a dimension of tokens: its stride is never used.
         of_q, of_indices = (of_q[0], 0, of_q[1]), (of_indices[0], 0, of_indices[-1])
-    pages = tokens[0] > 0 and (entries is None or alike)
     with on_device_of(q):
-        if decode and pages and cut.heads == hopper.HEADS and cut.keys == hopper.KEYS and hopper.takes(q, rope):
-            hopper.launch(
-                q, window, before, entries, indices, lengths, sinks, out, tops,
-                span, ratio, slots, named, tokens[0], splits, scale,
-            )  # fmt: skip
-        else:
-            _sparse_mla_kernel[(programs, splits)](
-                q,
-                window,
-                stores[-1],
-                q if indices is None else indices,
-                lengths,
-                sinks,
-                out,
-                tops,
-                T,
-                before,
-                slots,
-                named,
-                scale,
-                *of_q,
-                *strides[0],
-                *strides[-1],
-                *of_indices,
-                lengths.stride(0),
-                sinks.stride(0),
-                1,
-                H=H,
-                K=K,
-                ROPE=rope,
-                SPAN=span,
-                RATIO=ratio,
-                DECODE=decode,
-                ENTRIES=entries is not None,
-                NAMED=indices is not None,
-                ALIKE=alike,
-                # Where a program has one block, there is none to load ahead.
-                AHEAD=cut.ahead and alike and tokens[0] > 0 and splits < blocks,
-                TOKENS_W=tokens[0],
-                TOKENS_E=tokens[-1],
-                PARTS_Q=parts[0],
-                PARTS_W=parts[1],
-                PARTS_E=parts[2],
-                SPLIT=splits > 1,
-                WHOLE=cut.chunk == 0,
-                CHUNK=cut.chunk,
-                BLOCK_H=cut.heads,
-                BLOCK_S=cut.keys,
-                BLOCK_K=width,
-                num_warps=cut.warps,
-                num_stages=cut.stages,
-                **grf_options(cut.registers, arch),
-            )
+        _sparse_mla_kernel[(programs, splits)](
+            q,
+            window,
+            stores[-1],
+            q if indices is None else indices,
+            lengths,
+            sinks,
+            out,
+            tops,
+            T,
+            before,
+            slots,
+            named,
+            scale,
+            *of_q,
+            *strides[0],
+            *strides[-1],
+            *of_indices,
+            lengths.stride(0),
+            sinks.stride(0),
+            1,
+            H=H,
+            K=K,
+            ROPE=rope,
+            SPAN=span,
+            RATIO=ratio,
+            DECODE=decode,
+            ENTRIES=entries is not None,
+            NAMED=indices is not None,
+            ALIKE=alike,
+            # Where a program has one block, there is none to load ahead.
+            AHEAD=cut.ahead and alike and tokens[0] > 0 and splits < blocks,
+            TOKENS_W=tokens[0],
+            TOKENS_E=tokens[-1],
+            PARTS_Q=parts[0],
+            PARTS_W=parts[1],
+            PARTS_E=parts[2],
+            SPLIT=splits > 1,
+            WHOLE=cut.chunk == 0,
+            CHUNK=cut.chunk,
+            BLOCK_H=cut.heads,
+            BLOCK_S=cut.keys,
+            BLOCK_K=width,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+            **grf_options(cut.registers, arch),
+        )
         if splits > 1:
             block_splits = next_power_of_2(splits)
             columns, warps = join_tile(arch, block_splits)

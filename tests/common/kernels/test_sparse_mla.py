@@ -310,6 +310,18 @@ class TestDecodeOfManyHeads:
                     page[4 * 576 + slot % 4 * 8 :][:8] = 0xFF
         assert torch.equal(run(**given), clean)
 
+    @pytest.mark.parametrize("exponent", [-100, 90])
+    def test_rows_of_any_size(self, run: Runner, exponent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Parts of sums far beyond fp16, as which they are kept, by queries that make ordinary scores of the rows."""
+        needs_a_kernel(run)
+        monkeypatch.setattr(module, "split", lambda *args: 3)
+        given = self.case("some", 64, [0, 131, 5001])
+        for name in ("window", "entries"):
+            tokens, scales = given[name].split([4 * 576, given[name].shape[-1] - 4 * 576], dim=-1)
+            scales[..., :32].unflatten(-1, (4, 8))[..., :7] += exponent
+            tokens.unflatten(-1, (4, 576))[..., 448:].view(torch.bfloat16).mul_(2.0**exponent)
+        run(**given | dict(q=given["q"] * 2.0**-exponent))
+
     def test_every_code_and_scale(self, run: Runner) -> None:
         """One token that takes all the weight comes back as it is; a group of each scale meets all codes."""
         codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)

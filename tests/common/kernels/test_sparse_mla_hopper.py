@@ -11,7 +11,7 @@ PROGRAM = """
     from xpu_ports.common.kernels.sparse_mla import triton as module
 
     kernel = hopper._sparse_mla_hopper_kernel = Compiled(hopper._sparse_mla_hopper_kernel)
-    module._join_kernel = Nothing()
+    join = hopper._join_hopper_kernel = Compiled(hopper._join_hopper_kernel)
     # As on such a device.
     hopper.refuses = lambda device: None
     for call, (B, H, S, A) in {
@@ -19,7 +19,7 @@ PROGRAM = """
         "whole, closed": (128, 128, 256, 0),
         "window": (64, 64, 0, 0),
     }.items():
-        kernel.result = None
+        kernel.result = join.result = None
         q = torch.empty(B, H, 512, dtype=torch.bfloat16, device="meta")
         window, entries = (
             torch.empty(B, -(-n // 64), page_bytes(512, 64), dtype=torch.uint8, device="meta") for n in (128, S)
@@ -31,15 +31,20 @@ PROGRAM = """
                 q, window, entries if S else None, indices if A else None, lengths, sinks, 128, 4, 64, 0.1
             )
         kernel.report(call=call)
+        if join.result is not None:
+            join.report(call=f"{call}: join")
 """
 
 
 def test_what_is_compiled() -> None:
     lines = hopper_code(PROGRAM)
-    assert len(lines) == 3
+    # Those of a token in parts have a join each.
+    assert [line["call"].endswith("join") for line in lines] == [False, True, False, False, True]
     for line in lines:
         assert line["shared"] <= SHARED_MEMORY
         assert not {"STL", "LDL"} & line.keys(), f"registers are spilled: {line}"
+        if line["call"].endswith("join"):
+            continue
         # 32 for scores, 4 for the sums of each half of the columns, and 4 for those of the last tile. The compiler has
         # one wait for another where it finds that their registers overlap.
         assert line["HGMMA"] == 44
