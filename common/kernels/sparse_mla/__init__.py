@@ -56,7 +56,7 @@ def sparse_mla_decode(
 
     Returns:
         [B, H, K] in q's dtype, computed in fp32 (fp64 for fp64); 0 in a row without tokens. A kernel rounds the
-        weights that it sums the rows with to q's dtype.
+        weights that it sums the rows with to q's dtype; on Hopper also parts of sums to fp16, times powers of two.
     """
     K, lengths = q.shape[-1], lengths.long()[:, None]
     positions = lengths - span + torch.arange(span, device=q.device)
