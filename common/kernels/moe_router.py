@@ -16,7 +16,7 @@ from xpu_ports.common.device import architecture, grf_options
 from xpu_ports.common.dispatch import op
 from xpu_ports.common.kernels.moe_experts.triton import dot_rows, tile, vector
 from xpu_ports.common.kernels.skinny_linear.triton import LARGEST_M
-from xpu_ports.common.kernels.skinny_linear.triton import _launch as launch_skinny
+from xpu_ports.common.kernels.skinny_linear.triton import launch as launch_skinny
 from xpu_ports.common.tritonlib import AVAILABLE, WHY_NOT, kernel, next_power_of_2, on_device_of, tl, triton
 
 # Added to the sum of the chosen scores, so that scores of 0 alone give weights of 0.

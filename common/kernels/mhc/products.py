@@ -14,16 +14,13 @@ from torch import Tensor
 
 from xpu_ports.common.device import Architecture, architecture, grf_options
 from xpu_ports.common.kernels.mhc import hopper, mhc_post_products, product_columns
+from xpu_ports.common.kernels.mhc.tiles import load_pieces, load_streams, mixed, product
 from xpu_ports.common.kernels.mhc.triton import (
     SPLIT_COLUMNS,
-    _load_pieces,
-    _load_streams,
     _mhc_split_kernel,
-    _mixed,
-    _pieces,
-    _refuses_post,
-    _refuses_rows,
-    _units,
+    refuses_post,
+    refuses_rows,
+    units_for,
 )
 from xpu_ports.common.kernels.rms_norm import dims_used, row_offset
 from xpu_ports.common.kernels.rounding import rounded
@@ -57,7 +54,7 @@ def _refuses(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, fn: Tensor) -> st
     S, D = x.shape[-2:]
     if fn.dim() != 2:
         return f"fn has {fn.dim()} dimensions, not 2"
-    return _refuses_post(y, x, post, comb) or _refuses_rows("fn", fn, (fn.shape[0], S * D))
+    return refuses_post(y, x, post, comb) or refuses_rows("fn", fn, (fn.shape[0], S * D))
 
 
 @kernel
@@ -115,7 +112,7 @@ def _mhc_post_dot_kernel(
         offs_d = d + tl.arange(0, BLOCK_K)
         mask = mask_n & (offs_d < D)[None, :]
         y = tl.load(y_ptrs + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-        x0, x1, x2, x3 = _load_streams(x_ptrs + offs_d[None, :], mask, stride_x_s, S)
+        x0, x1, x2, x3 = load_streams(x_ptrs + offs_d[None, :], mask, stride_x_s, S)
         if TURN:
             fn_ptrs = fn_ptr + offs_r.to(tl.int64)[:, None] * stride_f + offs_d[None, :]
             mask_w = (offs_r < R)[:, None] & (offs_d < D)[None, :]
@@ -124,40 +121,12 @@ def _mhc_post_dot_kernel(
             mask_w = (offs_r < R)[None, :] & (offs_d < D)[:, None]
         # Not unrolled: that would hold the pieces of all streams' rows at once.
         for k in range(S):
-            w0, w1, w2 = _load_pieces(fn_ptrs + k * D, mask_w, R * S * D)
-            out = rounded(_mixed(y, x0, x1, x2, x3, post_ptrs + k, comb_ptrs + k, mask_n, S), out_ptr)
+            w0, w1, w2 = load_pieces(fn_ptrs + k * D, mask_w, R * S * D)
+            out = rounded(mixed(y, x0, x1, x2, x3, post_ptrs + k, comb_ptrs + k, mask_n, S), out_ptr)
             tl.store(out_ptrs + k * D + offs_d[None, :], out, mask=mask)
             wide = out.to(tl.float32)
             squares += tl.sum(tl.reshape(wide * wide, (BLOCK_T, BLOCK_K // VECTOR, VECTOR)), axis=2)
-            # The small ones first. Matrix units cut sums off rather than round them: a block's are added up outside.
-            if TURN:
-                if out.dtype == tl.bfloat16:
-                    turned = tl.trans(out)
-                    block = tl.dot(w2, turned)
-                    block = tl.dot(w1, turned, block)
-                    block = tl.dot(w0, turned, block)
-                else:
-                    u0, u1, u2 = _pieces(tl.trans(wide))
-                    block = tl.dot(w0, u2)
-                    block = tl.dot(w1, u1, block)
-                    block = tl.dot(w2, u0, block)
-                    block = tl.dot(w0, u1, block)
-                    block = tl.dot(w1, u0, block)
-                    block = tl.dot(w0, u0, block)
-            else:
-                if out.dtype == tl.bfloat16:
-                    block = tl.dot(out, w2)
-                    block = tl.dot(out, w1, block)
-                    block = tl.dot(out, w0, block)
-                else:
-                    u0, u1, u2 = _pieces(wide)
-                    block = tl.dot(u2, w0)
-                    block = tl.dot(u1, w1, block)
-                    block = tl.dot(u0, w2, block)
-                    block = tl.dot(u1, w0, block)
-                    block = tl.dot(u0, w1, block)
-                    block = tl.dot(u0, w0, block)
-            acc += block
+            acc += product(out, wide, w0, w1, w2, TURN)
     part_ptrs = part_ptr + (offs_n.to(tl.int64) * parts + part) * (R + 1)
     if TURN:
         tl.store(part_ptrs[None, :] + offs_r[:, None], acc, mask=(offs_n < N)[None, :] & (offs_r < R)[:, None])
@@ -223,8 +192,8 @@ def _mhc_post_few_kernel(
         w = tl.load(fn_ptrs + offs_d, mask=mask_r & (offs_k < S) & (offs_d < D), other=0.0)
         mask = mask_n & (offs_d < D)
         y = tl.load(y_ptrs + offs_d, mask=mask, other=0.0).to(tl.float32)
-        x0, x1, x2, x3 = _load_streams(x_ptrs + offs_d, mask, stride_x_s, S)
-        out = rounded(_mixed(y, x0, x1, x2, x3, post_ptrs, comb_ptrs, mask_k, S), out_ptr)
+        x0, x1, x2, x3 = load_streams(x_ptrs + offs_d, mask, stride_x_s, S)
+        out = rounded(mixed(y, x0, x1, x2, x3, post_ptrs, comb_ptrs, mask_k, S), out_ptr)
         # One group of rows says it for all.
         if pid % groups == 0:
             tl.store(out_ptrs + offs_d, out, mask=mask_k & (offs_d < D))
@@ -302,7 +271,7 @@ def mhc_post_products_triton(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, f
         return out, part
     sizes, (stride_y, stride_x) = row_strides(y, x.select(-2, 0))  # type: ignore[misc]
     arch = architecture(x.device)
-    units = _units(arch, N)
+    units = units_for(arch, N)
     if units == "some" and arch.name == "nvidia" and N <= SEVERAL_TOKENS:
         units = "several"
     cut = post_tile(arch, R, x.dtype, units)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from xpu_ports.common.device import Architecture, architecture, grf_options
 from xpu_ports.common.kernels.mhc import MOST_PARTS, mhc_head, mhc_post, mhc_pre
+from xpu_ports.common.kernels.mhc.tiles import in_pieces, load_pieces, load_streams, mixed, product
 from xpu_ports.common.kernels.rms_norm import dims_used, row_offset
 from xpu_ports.common.kernels.skinny_linear.triton import in_lane_sum
 from xpu_ports.common.layout import row_strides
@@ -62,7 +63,7 @@ def _refuses_head(
     return _refuses_streams(x) or _refuses_weights(x, fn, scale, base, rows, 1) or _refuses_products(x, rows, products)
 
 
-def _refuses_post(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> str | None:
+def refuses_post(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> str | None:
     refusal = _refuses_streams(x)
     if refusal is not None:
         return refusal
@@ -98,13 +99,13 @@ def _refuses_streams(x: Tensor) -> str | None:
 def _refuses_weights(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, R: int, scales: int) -> str | None:
     S, D = x.shape[-2:]
     for name, t, shape in (("fn", fn, (R, S * D)), ("scale", scale, (scales,)), ("base", base, (R,))):
-        refusal = _refuses_rows(name, t, shape)
+        refusal = refuses_rows(name, t, shape)
         if refusal is not None:
             return refusal
     return None
 
 
-def _refuses_rows(name: str, t: Tensor, shape: tuple[int, ...]) -> str | None:
+def refuses_rows(name: str, t: Tensor, shape: tuple[int, ...]) -> str | None:
     if t.shape != shape:
         return f"{name} has shape {tuple(t.shape)}, expected {shape}"
     if t.dtype != torch.float32:
@@ -121,25 +122,10 @@ def _refuses_products(x: Tensor, R: int, products: Tensor | None) -> str | None:
         return f"products has shape {tuple(products.shape)}, expected 1 to {MOST_PARTS} parts before the last dimension"
     if not products.is_contiguous():
         return "products is not contiguous"
-    return _refuses_rows("products", products, (*x.shape[:-2], products.shape[-2], R + 1))
+    return refuses_rows("products", products, (*x.shape[:-2], products.shape[-2], R + 1))
 
 
 # ---------------------------------------------------------------------------------------------- products and squares
-
-
-@triton.jit
-def _upper(x):
-    """fp32 cut off to the 8 bits of bf16; not rounded, which a compiler might take for nothing."""
-    return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _pieces(x):
-    """Three numbers in bf16 that add up to x (fp32), exactly."""
-    first = _upper(x)
-    second = _upper(x - first)
-    third = (x - first) - second
-    return first.to(tl.bfloat16), second.to(tl.bfloat16), third.to(tl.bfloat16)
 
 
 @kernel
@@ -149,23 +135,11 @@ def _mhc_split_kernel(fn_ptr, pieces_ptr, K, stride_f, R: tl.constexpr, BLOCK_K:
     r = tl.program_id(0).to(tl.int64)
     offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_k = offs_k < K
-    w0, w1, w2 = _pieces(tl.load(fn_ptr + r * stride_f + offs_k, mask=mask_k, other=0.0))
+    w0, w1, w2 = in_pieces(tl.load(fn_ptr + r * stride_f + offs_k, mask=mask_k, other=0.0))
     pieces_ptrs = pieces_ptr + r * K + offs_k
     tl.store(pieces_ptrs, w0, mask=mask_k)
     tl.store(pieces_ptrs + R * K, w1, mask=mask_k)
     tl.store(pieces_ptrs + 2 * R * K, w2, mask=mask_k)
-
-
-@triton.jit
-def _load_pieces(fn_ptrs, mask, SIZE: tl.constexpr):
-    """The three pieces of a tile of fn, which is SIZE numbers of bf16 for each piece, or fp32."""
-    w = tl.load(fn_ptrs, mask=mask, other=0.0)
-    if w.dtype == tl.float32:
-        w, w1, w2 = _pieces(w)
-    else:
-        w1 = tl.load(fn_ptrs + SIZE, mask=mask, other=0.0)
-        w2 = tl.load(fn_ptrs + 2 * SIZE, mask=mask, other=0.0)
-    return w, w1, w2
 
 
 @kernel
@@ -209,23 +183,10 @@ def _mhc_dot_kernel(
         offs_d = d + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptrs + offs_d[None, :], mask=mask_n & (offs_d < D)[None, :], other=0.0)
         mask_w = (offs_d < D)[:, None] & (offs_r < R)[None, :]
-        w0, w1, w2 = _load_pieces(fn_ptrs + offs_d[:, None], mask_w, R * S * D)
+        w0, w1, w2 = load_pieces(fn_ptrs + offs_d[:, None], mask_w, R * S * D)
         wide = x.to(tl.float32)
         squares += tl.sum(tl.reshape(wide * wide, (BLOCK_T, BLOCK_K // VECTOR, VECTOR)), axis=2)
-        # The small ones first. Matrix units cut sums off rather than round them: a block's are added up outside.
-        if x.dtype == tl.bfloat16:
-            block = tl.dot(x, w2)
-            block = tl.dot(x, w1, block)
-            block = tl.dot(x, w0, block)
-        else:
-            x0, x1, x2 = _pieces(wide)
-            block = tl.dot(x2, w0)
-            block = tl.dot(x1, w1, block)
-            block = tl.dot(x0, w2, block)
-            block = tl.dot(x1, w0, block)
-            block = tl.dot(x0, w1, block)
-            block = tl.dot(x0, w0, block)
-        acc += block
+        acc += product(x, wide, w0, w1, w2, False)
     part_ptrs = part_ptr + (offs_n.to(tl.int64) * splits + split) * (R + 1)
     tl.store(part_ptrs[:, None] + offs_r[None, :], acc, mask=mask_n & (offs_r < R)[None, :])
     tl.store(part_ptrs + R, tl.sum(squares, axis=1), mask=offs_n < N)
@@ -295,7 +256,7 @@ class DotTile(NamedTuple):
     registers: int = 128
 
 
-def _units(arch: Architecture, N: int) -> str:
+def units_for(arch: Architecture, N: int) -> str:
     """What the products of N tokens are made by: "few" without matrix units, "some" and "many" with them."""
     if N <= FEW_TOKENS or not arch.matrix_units:
         return "few"
@@ -358,7 +319,7 @@ def _dot(x: Tensor, fn: Tensor, sizes: list[int], stride_x: list[int], arch: Arc
     """Parts of fn x and of |x|^2, [N, splits, R + 1], fp32."""
     (S, D), R = x.shape[-2:], fn.shape[0]
     N = sizes[0] * sizes[1] * sizes[2]
-    units = _units(arch, N)
+    units = units_for(arch, N)
     cut = dot_tile(arch, R, x.dtype, units)
     programs = cdiv(N, cut.block_t) * cdiv(R, cut.block_r)
     splits = S * parts_of(arch, programs, S, D, cut.block_k)
@@ -400,44 +361,6 @@ def _dot(x: Tensor, fn: Tensor, sizes: list[int], stride_x: list[int], arch: Arc
 
 
 # ------------------------------------------------------------------------------------------------ streams to one, back
-
-
-@triton.jit
-def _raw_streams(x_ptrs, mask, stride_s, S: tl.constexpr):
-    """Some columns of four streams; those beyond S are the last one's."""
-    x0 = tl.load(x_ptrs, mask=mask, other=0.0)
-    x1, x2, x3 = x0, x0, x0
-    if S > 1:
-        x_ptrs += stride_s
-        x1 = tl.load(x_ptrs, mask=mask, other=0.0)
-    if S > 2:
-        x_ptrs += stride_s
-        x2 = tl.load(x_ptrs, mask=mask, other=0.0)
-    if S > 3:
-        x_ptrs += stride_s
-        x3 = tl.load(x_ptrs, mask=mask, other=0.0)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _load_streams(x_ptrs, mask, stride_s, S: tl.constexpr):
-    """As `_raw_streams`, in fp32."""
-    x0, x1, x2, x3 = _raw_streams(x_ptrs, mask, stride_s, S)
-    return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-
-
-@triton.jit
-def _mixed(y, x0, x1, x2, x3, post_ptrs, comb_ptrs, mask, S: tl.constexpr):
-    """post_k y + sum_j C_jk x_j, of pointers at k, which may be one or each token's."""
-    out = tl.load(post_ptrs, mask=mask, other=0.0).to(tl.float32) * y
-    out += tl.load(comb_ptrs, mask=mask, other=0.0).to(tl.float32) * x0
-    if S > 1:
-        out += tl.load(comb_ptrs + S, mask=mask, other=0.0).to(tl.float32) * x1
-    if S > 2:
-        out += tl.load(comb_ptrs + 2 * S, mask=mask, other=0.0).to(tl.float32) * x2
-    if S > 3:
-        out += tl.load(comb_ptrs + 3 * S, mask=mask, other=0.0).to(tl.float32) * x3
-    return out
 
 
 @triton.jit
@@ -555,7 +478,7 @@ def _mhc_collapse_kernel(
         offs_d = (pid - first) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
         mask_d = offs_d < D
         x_ptr += row_offset(n, n1, n2, stride_x_0, stride_x_1, stride_x_2, DIMS)
-        x0, x1, x2, x3 = _load_streams(x_ptr + offs_d, mask_d, stride_x_s, S)
+        x0, x1, x2, x3 = load_streams(x_ptr + offs_d, mask_d, stride_x_s, S)
         offs_p, offs_s = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
         part_ptr += n * splits * (R + 1)
         squares = tl.sum(tl.load(part_ptr + offs_p * (R + 1) + R, mask=offs_p < splits, other=0.0), axis=0)
@@ -603,12 +526,12 @@ def _mhc_post_kernel(
     y_ptr += row_offset(n, n1, n2, stride_y_0, stride_y_1, stride_y_2, DIMS)
     x_ptr += row_offset(n, n1, n2, stride_x_0, stride_x_1, stride_x_2, DIMS)
     y = tl.load(y_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    x0, x1, x2, x3 = _load_streams(x_ptr + offs_d, mask_d, stride_x_s, S)
+    x0, x1, x2, x3 = load_streams(x_ptr + offs_d, mask_d, stride_x_s, S)
     post_ptr += n * S
     comb_ptr += n * (S * S)
     out_ptr += n * (S * D)
     for k in tl.static_range(S):
-        out = _mixed(y, x0, x1, x2, x3, post_ptr + k, comb_ptr + k, True, S)
+        out = mixed(y, x0, x1, x2, x3, post_ptr + k, comb_ptr + k, True, S)
         tl.store(out_ptr + k * D + offs_d, out.to(out_ptr.dtype.element_ty), mask=mask_d)
 
 
@@ -714,7 +637,7 @@ def mhc_pre_triton(
     return y, post, comb
 
 
-@mhc_post.implement("triton", "xpu", "cuda", refuses=_refuses_post)
+@mhc_post.implement("triton", "xpu", "cuda", refuses=refuses_post)
 def mhc_post_triton(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     S, D = x.shape[-2:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -381,7 +381,7 @@ def _fused(norm: bool, adds: bool, gates: bool, low_rank: bool) -> str:
     return "low_rank" if low_rank else ""
 
 
-def _launch(
+def launch(
     x: Tensor,
     weights: list[Tensor],
     outputs: list[Tensor],
@@ -514,7 +514,7 @@ def _output(x: Tensor, weight: Tensor) -> Tensor:
 @linear.implement("triton", "xpu", "cuda", refuses=refuses_linear)
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = _output(x, weight)
-    _launch(x, [weight], [y], bias)
+    launch(x, [weight], [y], bias)
     return y
 
 
@@ -529,7 +529,7 @@ def norm_linear_triton(
 ) -> Tensor | tuple[Tensor, Tensor]:
     y = _output(x, weight)
     total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    _launch(x, [weight], [y], bias, residual, norm_weight, total, norm=True, eps=eps)
+    launch(x, [weight], [y], bias, residual, norm_weight, total, norm=True, eps=eps)
     return y if total is None else (y, total)
 
 
@@ -545,7 +545,7 @@ def gated_norm_linear_triton(
 ) -> Tensor:
     group_size = check_arguments(y.shape[-1], group_size, "silu")
     out = _output(y, weight)
-    _launch(y, [weight], [out], bias, z, norm_weight, norm=True, group_size=group_size, eps=eps)
+    launch(y, [weight], [out], bias, z, norm_weight, norm=True, group_size=group_size, eps=eps)
     return out
 
 
@@ -557,9 +557,9 @@ def adapted_linears_triton(x: Tensor, weights: list[Tensor], a: list[Tensor], b:
     if a:
         rows = x.numel() // x.shape[-1]
         down = torch.empty((len(a), rows, a[0].shape[0]), dtype=torch.float32, device=x.device)
-        _launch(x, a, list(down.unbind()))
+        launch(x, a, list(down.unbind()))
         low_rank = (down, b)
-    _launch(x, weights, outputs, low_rank=low_rank)
+    launch(x, weights, outputs, low_rank=low_rank)
     return outputs
 
 
@@ -580,7 +580,7 @@ def norm_glu_triton(
     if downs:
         rows = x.numel() // x.shape[-1]
         down = torch.empty((1, rows, downs[0].shape[0]), dtype=torch.float32, device=x.device)
-        _launch(x, downs, list(down.unbind()), norm_weight=norm_weight, norm=True, eps=eps)
+        launch(x, downs, list(down.unbind()), norm_weight=norm_weight, norm=True, eps=eps)
         low_rank = (down, ups)
-    _launch(x, [weight], [y], norm_weight=norm_weight, low_rank=low_rank, norm=True, eps=eps, glu=activation)
+    launch(x, [weight], [y], norm_weight=norm_weight, low_rank=low_rank, norm=True, eps=eps, glu=activation)
     return y
