@@ -126,7 +126,7 @@ def _mhc_post_dot_kernel(
             tl.store(out_ptrs + k * D + offs_d[None, :], out, mask=mask)
             wide = out.to(tl.float32)
             squares += tl.sum(tl.reshape(wide * wide, (BLOCK_T, BLOCK_K // VECTOR, VECTOR)), axis=2)
-            acc += product(out, wide, w0, w1, w2, TURN)
+            acc += product(out, w0, w1, w2, TURN)
     part_ptrs = part_ptr + (offs_n.to(tl.int64) * parts + part) * (R + 1)
     if TURN:
         tl.store(part_ptrs[None, :] + offs_r[:, None], acc, mask=(offs_n < N)[None, :] & (offs_r < R)[:, None])

@@ -38,40 +38,39 @@ def load_pieces(fn_ptrs, mask, SIZE: tl.constexpr):
     return w, w1, w2
 
 
+# Two functions, for Triton 3.3 takes no None for a sum that is passed on.
 @triton.jit
-def product(x, wide, w0, w1, w2, TURN: tl.constexpr):
-    """x w, with TURN w x^T, of w in pieces, and of x, which is also `wide` in fp32, in pieces unless it is bf16.
+def _dot(x, w, TURN: tl.constexpr):
+    """x w, with TURN w x."""
+    return tl.dot(w, x) if TURN else tl.dot(x, w)
+
+
+@triton.jit
+def _add_dot(x, w, block, TURN: tl.constexpr):
+    """block + x w, with TURN w x."""
+    return tl.dot(w, x, block) if TURN else tl.dot(x, w, block)
+
+
+@triton.jit
+def product(x, w0, w1, w2, TURN: tl.constexpr):
+    """x w, with TURN w x^T, of w in pieces, and of x in pieces unless it is bf16.
 
     The small ones first. Matrix units cut sums off rather than round them: add a block's up outside.
     """
     if TURN:
-        if x.dtype == tl.bfloat16:
-            turned = tl.trans(x)
-            block = tl.dot(w2, turned)
-            block = tl.dot(w1, turned, block)
-            block = tl.dot(w0, turned, block)
-        else:
-            x0, x1, x2 = in_pieces(tl.trans(wide))
-            block = tl.dot(w0, x2)
-            block = tl.dot(w1, x1, block)
-            block = tl.dot(w2, x0, block)
-            block = tl.dot(w0, x1, block)
-            block = tl.dot(w1, x0, block)
-            block = tl.dot(w0, x0, block)
+        x = tl.trans(x)
+    if x.dtype == tl.bfloat16:
+        x0 = x
+        block = _dot(x0, w2, TURN)
+        block = _add_dot(x0, w1, block, TURN)
     else:
-        if x.dtype == tl.bfloat16:
-            block = tl.dot(x, w2)
-            block = tl.dot(x, w1, block)
-            block = tl.dot(x, w0, block)
-        else:
-            x0, x1, x2 = in_pieces(wide)
-            block = tl.dot(x2, w0)
-            block = tl.dot(x1, w1, block)
-            block = tl.dot(x0, w2, block)
-            block = tl.dot(x1, w0, block)
-            block = tl.dot(x0, w1, block)
-            block = tl.dot(x0, w0, block)
-    return block
+        x0, x1, x2 = in_pieces(x.to(tl.float32))
+        block = _dot(x2, w0, TURN)
+        block = _add_dot(x1, w1, block, TURN)
+        block = _add_dot(x0, w2, block, TURN)
+        block = _add_dot(x1, w0, block, TURN)
+        block = _add_dot(x0, w1, block, TURN)
+    return _add_dot(x0, w0, block, TURN)
 
 
 # ------------------------------------------------------------------------------------------------------------ streams

@@ -186,7 +186,7 @@ def _mhc_dot_kernel(
         w0, w1, w2 = load_pieces(fn_ptrs + offs_d[:, None], mask_w, R * S * D)
         wide = x.to(tl.float32)
         squares += tl.sum(tl.reshape(wide * wide, (BLOCK_T, BLOCK_K // VECTOR, VECTOR)), axis=2)
-        acc += product(x, wide, w0, w1, w2, False)
+        acc += product(x, w0, w1, w2, False)
     part_ptrs = part_ptr + (offs_n.to(tl.int64) * splits + split) * (R + 1)
     tl.store(part_ptrs[:, None] + offs_r[None, :], acc, mask=mask_n & (offs_r < R)[None, :])
     tl.store(part_ptrs + R, tl.sum(squares, axis=1), mask=offs_n < N)

@@ -4,7 +4,8 @@ Four warps decode pages' rows into shared memory. Four have the scores and weigh
 columns; four sum the right half. In Triton all warps take turns at each of these, so that matrix units wait for the
 decoding and the softmax: 64 tokens of 128 heads on 1152 keys each take 83.9 us on an H200, here 57.4.
 
-The arithmetic is that of `kernels.py`, with codes decoded by `rows.decoded`: the same numbers in another order.
+The arithmetic is that of `kernels.py`, with codes decoded as by `rows.decoded`: the same numbers in another order, and
+parts of sums in fp16.
 """
 
 from __future__ import annotations
