@@ -94,13 +94,32 @@ class Compiled:
         self.result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
     def report(self, **described):
-        """Print its shared memory, and how often its code has some instructions."""
+        """Print its shared memory, and how often its code has some instructions: spills also in loops alone."""
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.result.asm["cubin"])
             file.flush()
             code = subprocess.check_output([tool, "-sass", file.name], text=True)
         names = re.findall(r"\\b(HGMMA|QGMMA|HMMA|LDL|STL|WARPGROUP\\.DEPBAR|UTMALDG|UTMASTG)\\b", code)
+        described["in loops"] = len(re.findall(r"\\b(?:LDL|STL)\\b", in_loops(code)))
+        described["triton"] = triton.__version__
         print(json.dumps({**described, "shared": self.result.metadata.shared, **collections.Counter(names)}))
+
+
+def in_loops(code):
+    """The instructions of a program's innermost loops that multiply matrices or copy."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\\*([0-9a-f]{4,5})\\*/\\s+(.*?);", code)]
+    loops = []
+    for last, text in lines:
+        branch = re.match(r"@.* BRA (0x[0-9a-f]+)", text)
+        first = last if branch is None else int(branch[1], 16)
+        body = [text for at, text in lines if first <= at <= last]
+        if first < last and any(re.search(r"\\b(HGMMA|LDGSTS)\\b", text) for text in body):
+            loops.append((first, last, body))
+    innermost = [
+        body for first, last, body in loops
+        if not any(first <= f and l <= last and (f, l) != (first, last) for f, l, _ in loops)
+    ]
+    return "\\n".join(text for body in innermost for text in body)
 
 
 class Nothing:

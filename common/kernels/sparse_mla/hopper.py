@@ -2,7 +2,7 @@
 
 Four warps decode pages' rows into shared memory. Four have the scores and weights, and sum the left half of the
 columns; four sum the right half. In Triton all warps take turns at each of these, so that matrix units wait for the
-decoding and the softmax: 64 tokens of 128 heads on 1152 keys each take 83.9 us on an H200, here 57.4.
+decoding and the softmax: 64 tokens of 128 heads on 1152 keys each take 83.9 us on an H200, here 47.1.
 
 The arithmetic is that of `kernels.py`, with codes decoded as by `rows.decoded`: the same numbers in another order, and
 parts of sums in fp16.
@@ -26,6 +26,7 @@ from xpu_ports.common.gluonlib import (
 )
 from xpu_ports.common.kernels.fp8_pages import GROUP
 from xpu_ports.common.kernels.sparse_mla.kernels import window_slots
+from xpu_ports.common.launch_order import overlap_options, wait_for_inputs
 from xpu_ports.common.tritonlib import kernel, next_power_of_2
 
 # What a program takes: heads, all of what one asynchronous product has rows for, and keys at a time.
@@ -39,11 +40,11 @@ _HALF = gl.constexpr(COLUMNS // 2)
 _OWN = gl.constexpr((COLUMNS - ROPE) // 4)
 _DATA = gl.constexpr((COLUMNS + ROPE) // 4)
 _SCALES = gl.constexpr(2)
-# Tiles of rows in shared memory: two of 64 KB, beside the queries' 64.
+# Tiles of rows in shared memory: two of 64 KB, beside the queries' 64 KB and 24 KB of codes on their way.
 _STAGES = gl.constexpr(2)
 # Warps that decode. Registers a thread of them and of those with the right half; the left half's have the others.
 _DECODERS = gl.constexpr(4)
-_REGISTERS_DECODERS = gl.constexpr(120)
+_REGISTERS_DECODERS = gl.constexpr(96)
 _REGISTERS_RIGHT = gl.constexpr(168)
 
 
@@ -70,118 +71,135 @@ _DECODE = gl.constexpr(
 
 
 @gluon.jit
-def _named(block, indices_ptr, named, stride, W: gl.constexpr, NAMED: gl.constexpr, layout: gl.constexpr):
-    """The entries of a block, of which W come before the entries' own; -1 for none."""
-    offs = (block - W) * _KEYS + gl.arange(0, _KEYS, layout)
-    # What is negative is large without a sign.
-    counts = offs.to(gl.uint32) < named.to(gl.uint32)
+def _ask_for_indices(dest, block, indices_ptr, named, stride, W: gl.constexpr, NAMED: gl.constexpr):
+    """Ask for which entries a block names; the first W blocks are the window's and name none."""
     if NAMED:
-        entry = gl.load(indices_ptr + offs.to(gl.int64) * stride, mask=counts, other=-1).to(gl.int32)
-    else:
-        entry = gl.where(counts, offs, -1)
-    return entry
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [_DECODERS], [0])
+        offs = (block - W) * _KEYS + gl.arange(0, _KEYS, LAYOUT)
+        # What is negative is large without a sign.
+        counts = offs.to(gl.uint32) < named.to(gl.uint32)
+        copy_async(dest, indices_ptr + offs.to(gl.int64) * stride, mask=counts)
 
 
 @gluon.jit
-def _slots(block, entry, n, before, closed, SPAN: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
-    """Slots of a block of the window, or of its entries; -1 for none."""
+def _slots(
+    block, indices, n, before, closed, named, SPAN: gl.constexpr, W: gl.constexpr, NAMED: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Slots of a block of the window, or of the entries that it names; negative for none."""
     slots, counts = window_slots(block * _KEYS + gl.arange(0, _KEYS, layout), n, before, SPAN, True, _KEYS)
     slots = gl.where(counts, slots, -1)
-    return gl.where(block < W, slots, gl.where(entry < closed, entry, -1))
+    offs = (block - W) * _KEYS + gl.arange(0, _KEYS, layout)
+    entry = offs
+    if NAMED:
+        entry = indices.load(layout).to(gl.int32)
+    counts = (offs.to(gl.uint32) < named.to(gl.uint32)) & (entry < closed)
+    return gl.where(block < W, slots, gl.where(counts, entry, -1))
 
 
 @gluon.jit
-def _decoded(words, scales, layout: gl.constexpr):
-    """Codes of four groups, [keys, 4, 16] words, with a scale a byte, as pairs of bf16, [keys, 4, 32].
+def _ask_for_codes(dest, ptr, FIRST: gl.constexpr, layout: gl.constexpr):
+    """Ask for some groups of codes of all rows, [keys, groups, 16] words, from group FIRST on."""
+    GROUPS: gl.constexpr = dest.shape[1]
+    group = FIRST + gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    word = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    copy_async(dest, ptr[:, None, None] + (group * 16)[None, :, None] + word[None, None, :])
 
-    As `rows.decoded`: exact, codes of NaN read as 480, and a row with scales of 0 is 0.
+
+@gluon.jit
+def _decoded(words, scales, FIRST: gl.constexpr, layout: gl.constexpr):
+    """Codes of groups from FIRST on of a half, [keys, groups, 16] words, with a scale a byte, as words of two bf16.
+
+    As `rows.decoded`: exact, codes of NaN read as 480, and a row with scales of 0 is 0. Returns [keys, groups * 32].
     """
-    group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, words.type.layout)))
+    GROUPS: gl.constexpr = words.shape[1]
+    group = FIRST + gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, words.type.layout)))
     # e8m0 is the exponent of bf16.
     factor = (((scales[:, None] >> (8 * group)[None, :]) & 0xFF) * 0x00800080)[:, :, None]
     low, high = gl.inline_asm_elementwise(
         _DECODE, "=r,=r,r,r", [words, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-    return gl.convert_layout(gl.join(low, high).reshape([_KEYS, 4, 32]), layout, assert_trivial=True)
+    x = gl.convert_layout(gl.join(low, high).reshape([_KEYS, GROUPS, 32]), layout, assert_trivial=True)
+    return x.reshape([_KEYS, GROUPS * 32])
 
 
 @gluon.jit
 def _decode_rows(
-    left, right, raw, biases, ready_l, ready_r, free_l, free_r, window_ptr, entries_ptr, indices_ptr, stride_w_s,
-    stride_e_s, stride_i_a, n, before, closed, named, split, splits, turns,
+    left, right, codes_l, codes_r, scales, indices, biases, ready_l, ready_r, free_l, free_r, window_ptr, entries_ptr,
+    indices_ptr, stride_w_s, stride_e_s, stride_i_a, n, before, closed, named, split, splits, turns,
     SPAN: gl.constexpr, NAMED: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Decode tiles of rows into shared memory, seen in words of two columns, [stages, keys, 128] each half.
 
-    The next tile's right half is on its way to registers, the left half's codes to shared memory: a warp that waits for
-    one of several loads to registers waits for all of them.
+    All that is read comes by copies to shared memory, asked for a turn ahead, where the last turn's has been read.
+    Loads to registers would take fewer instructions, but the compiler counts them together with reads of shared memory:
+    a warp that waits for the one waits for the other, which at times is all of memory's latency.
     """
-    RAW: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [_DECODERS, 1, 1], [2, 1, 0])
-    # As `_decoded` leaves it: four codes are two words.
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [8, 1, 4], [_DECODERS, 1, 1], [2, 1, 0])
-    OF_KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, RAW))
-    OF_KEYS_OUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, OUT))
+    CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [_DECODERS, 1, 1], [2, 1, 0])
+    # As `_decoded` has it: four codes are two words.
+    DECODED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [8, 1, 4], [_DECODERS, 1, 1], [2, 1, 0])
+    TAIL: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [_DECODERS, 1], [1, 0])
+    BOTH: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [_DECODERS, 1], [1, 0])
+    OF_KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     W: gl.constexpr = (SPAN + _KEYS - 1) // _KEYS
-    group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, RAW)))
-    word = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, RAW)))
-    offs = (group * 16)[None, :, None] + word[None, None, :]
-    offs_tail = _OWN + gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
-    # The last group of the right half is bf16.
-    coded = (group < 3)[None, :, None]
-    is_tail = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None] == 3
-    entry = _named(split, indices_ptr, named, stride_i_a, W, NAMED, OF_KEYS)
-    words_r = gl.zeros([_KEYS, 4, 16], gl.int32, RAW)
-    tail = gl.zeros([_KEYS, 32], gl.int32, gl.SliceLayout(1, OUT))
-    scales_l = gl.zeros([_KEYS], gl.int32, OF_KEYS)
-    scales_r = scales_l
-    counts = scales_l < 0
-    # The first turn only asks for rows.
+    column = gl.arange(0, 32, gl.SliceLayout(0, TAIL))[None, :]
+    half = gl.arange(0, 2, gl.SliceLayout(0, BOTH))[None, :]
+    # A turn asks for three groups of copies: the next tile's left half, its right half's codes but the last, the rest.
+    _ask_for_indices(indices.index(0), split, indices_ptr, named, stride_i_a, W, NAMED)
+    for _ in gl.static_range(3):
+        hopper.async_copy.commit_group()
+    counts = gl.zeros([_KEYS], gl.int32, OF_KEYS) < 0
+    # The first turn only asks.
     for i in range(-1, turns):
         block = split + (i + 1) * splits
-        at = _slots(block, entry, n, before, closed, SPAN, W, OF_KEYS)
-        entry = _named(block + splits, indices_ptr, named, stride_i_a, W, NAMED, OF_KEYS)
+        s = (i + _STAGES) % _STAGES
+        hopper.async_copy.wait_group(2)
+        words_l = codes_l.load(CODES)
+        scales_l, scales_r = gl.split(scales.load(BOTH))
+        scales_l = gl.convert_layout(scales_l, OF_KEYS, assert_trivial=True)
+        scales_r = gl.convert_layout(scales_r, OF_KEYS, assert_trivial=True)
+        at = _slots(block, indices.index((i + 1) & 1), n, before, closed, named, SPAN, W, NAMED, OF_KEYS)
         next_counts = at >= 0
-        # What does not count is read too, and multiplied by 0 later: no code becomes an infinity or NaN.
+        # Codes that do not count are read too, and multiplied by 0 later: none becomes an infinity or NaN.
         at = gl.maximum(at, 0)
         ptr = gl.where(block < W, window_ptr, entries_ptr)
         page = (at // TOKENS).to(gl.int64) * gl.where(block < W, stride_w_s, stride_e_s)
         data = page + at % TOKENS * _DATA
-        scales = page + TOKENS * _DATA + at % TOKENS * _SCALES
-        ptrs = ptr + data[:, None, None] + offs
-        tail_ptrs = ptr + gl.convert_layout(data, OF_KEYS_OUT, assert_trivial=True)[:, None] + offs_tail[None, :]
-        s = (i + _STAGES) % _STAGES
-        phase = (i // _STAGES) & 1
-        # The right half is free first, and what scores begin with.
+        of_scales = gl.convert_layout(page + at % TOKENS * _SCALES, gl.SliceLayout(1, BOTH), assert_trivial=True)
+        scales_count = gl.convert_layout(next_counts, gl.SliceLayout(1, BOTH), assert_trivial=True)
+        _ask_for_codes(codes_l, ptr + data, 0, CODES)
+        copy_async(scales, ptr + of_scales[:, None] + (TOKENS * _DATA + half), mask=scales_count[:, None])
+        _ask_for_indices(indices.index(i & 1), block + splits, indices_ptr, named, stride_i_a, W, NAMED)
+        hopper.async_copy.commit_group()
         if i >= 0:
-            hopper.mbarrier.wait(free_r.index(s), phase ^ 1)
-            kept = gl.convert_layout(counts, OF_KEYS_OUT, assert_trivial=True)
-            last = gl.where(kept[:, None], tail, 0)[:, None, :]
-            x = gl.where(is_tail, last, _decoded(words_r, scales_r, OUT))
-            right.index(s).store(x.reshape([_KEYS, 128]))
-            biases.index(s).store(gl.where(counts, 0.0, float("-inf")))
-            hopper.fence_async_shared()
-            barrier()
-            hopper.mbarrier.arrive(ready_r.index(s), count=1)
-        # The left half's came with what has just been decoded.
-        scales_now = scales_l
-        words_r = gl.load(ptrs + 64, mask=coded, other=0)
-        tail = gl.load(tail_ptrs)
-        scales_r = gl.load(ptr + scales + 1, mask=next_counts, other=0)
-        scales_l = gl.load(ptr + scales, mask=next_counts, other=0)
-        if i >= 0:
-            hopper.async_copy.wait_group(0)
-            words_l = raw.load(RAW)
-            hopper.mbarrier.wait(free_l.index(s), phase ^ 1)
-            left.index(s).store(_decoded(words_l, scales_now, OUT).reshape([_KEYS, 128]))
-            hopper.fence_async_shared()
+            hopper.mbarrier.wait(free_l.index(s), ((i // _STAGES) & 1) ^ 1)
+            left.index(s).store(_decoded(words_l, scales_l, 0, DECODED))
             barrier()
             hopper.mbarrier.arrive(ready_l.index(s), count=1)
-            # Last: what is read from shared memory waits behind copies and loads that wait for theirs.
-            copy_async(raw, ptrs)
+            hopper.async_copy.wait_group(1)
+            words_r = codes_r.load(CODES)
+            last = right.index(s).slice(64, 32, dim=1)
+            last_words = gl.split(last.load(TAIL).reshape([_KEYS, 2, 16]).permute((0, 2, 1)))[0]
+            last_words = gl.convert_layout(last_words.reshape([_KEYS, 1, 16]), CODES, assert_trivial=True)
+            _ask_for_codes(codes_r, ptr + data, 4, CODES)
             hopper.async_copy.commit_group()
+            right.index(s).slice(0, 64, dim=1).store(_decoded(words_r, scales_r, 0, DECODED))
+            last.store(_decoded(last_words, scales_r, 2, DECODED))
+            biases.index(s).store(gl.where(counts, 0.0, float("-inf")))
+            barrier()
+            hopper.mbarrier.arrive(ready_r.index(s), count=1)
         else:
-            copy_async(raw, ptrs)
+            _ask_for_codes(codes_r, ptr + data, 4, CODES)
             hopper.async_copy.commit_group()
+        if i + 1 < turns:
+            to = (i + 1) % _STAGES
+            hopper.mbarrier.wait(free_r.index(to), (((i + 1) // _STAGES) & 1) ^ 1)
+            rows = ptr + gl.convert_layout(data, gl.SliceLayout(1, TAIL), assert_trivial=True)[:, None]
+            # The last group's codes wait in the place of what they become, beside the columns that are bf16 already.
+            copy_async(right.index(to).slice(64, 32, dim=1), rows + (96 + column), mask=column < 16)
+            tails_count = gl.convert_layout(next_counts, gl.SliceLayout(1, TAIL), assert_trivial=True)
+            copy_async(right.index(to).slice(96, 32, dim=1), rows + (_OWN + column), mask=tails_count[:, None])
+        hopper.async_copy.commit_group()
         counts = next_counts
     # No program ends before its copies, which those of the turn after the last still are.
     hopper.async_copy.wait_group(0)
@@ -202,30 +220,44 @@ def _put_queries(q_ptr, stride_q_h, dest, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _scores_of(s, phase, queries_l, queries_r, left, right, ready_l, ready_r, zeros):
-    """Begin the product of queries and a tile of rows, [heads, keys]."""
-    hopper.mbarrier.wait(ready_r.index(s), phase)
-    rows = right.index(s).permute((1, 0))
-    scores = hopper.warpgroup_mma(queries_r, rows, zeros, use_acc=False, is_async=True)
+def _scores_of(i, queries_l, queries_r, left, right, ready_l, ready_r, zeros):
+    """Begin the product of queries and a tile of rows, [heads, keys].
+
+    The fence that asynchronous products need between them and the rows' writers is the readers', which have the time.
+    """
+    s = i % _STAGES
+    phase = (i // _STAGES) & 1
     hopper.mbarrier.wait(ready_l.index(s), phase)
-    return hopper.warpgroup_mma(queries_l, left.index(s).permute((1, 0)), scores, is_async=True)
+    hopper.fence_async_shared()
+    rows = left.index(s).permute((1, 0))
+    scores = hopper.warpgroup_mma(queries_l, rows, zeros, use_acc=False, is_async=True)
+    hopper.mbarrier.wait(ready_r.index(s), phase)
+    hopper.fence_async_shared()
+    return hopper.warpgroup_mma(queries_r, right.index(s).permute((1, 0)), scores, is_async=True)
 
 
 @gluon.jit
-def _put_weights(s, phase, scores, scale, top, total, biases, weights, decays, weights_ready, weights_free):
-    """Give a tile's weights, and what older sums are multiplied by, to the right half; (decay, top, total)."""
+def _weigh(i, scores, acc, scale, top, total, left, biases, weights, decays, weights_ready, weights_free):
+    """Give a tile's weights to the right half and begin their product with the left half's values.
+
+    Older sums are multiplied by a decay that is given too. Returns (sums, top, total).
+    """
+    s = i % _STAGES
+    scores = hopper.warpgroup_mma_wait(0, deps=(scores,))
     bias = biases.index(s).load(gl.SliceLayout(0, scores.type.layout))
     scores = scores * scale + bias[None, :]
     new_top = gl.maximum(top, gl.max(scores, 1))
     p = gl.exp2(scores - new_top[:, None])
     decay = gl.exp2(top - new_top)
-    hopper.mbarrier.wait(weights_free.index(s), phase ^ 1)
-    weights.index(s).store(p.to(gl.bfloat16))
-    decays.index(s).store(decay)
+    hopper.mbarrier.wait(weights_free, (i & 1) ^ 1)
+    weights.store(p.to(gl.bfloat16))
+    decays.store(decay)
     hopper.fence_async_shared()
     barrier()
-    hopper.mbarrier.arrive(weights_ready.index(s), count=1)
-    return decay, new_top, total * decay + gl.sum(p, 1)
+    hopper.mbarrier.arrive(weights_ready, count=1)
+    total = total * decay + gl.sum(p, 1)
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
+    return hopper.warpgroup_mma(weights, left.index(s), acc, is_async=True), new_top, total
 
 
 @gluon.jit
@@ -265,11 +297,8 @@ def _attend_left(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OF_HEADS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     acc = gl.zeros([64, _HALF], gl.float32, SUMS)
     zeros = gl.zeros([64, _KEYS], gl.float32, SCORES)
-    # Of the turn before the first.
-    weights.index(_STAGES - 1).store(zeros.to(gl.bfloat16))
     _put_queries(q_ptr, stride_q_h, queries_l, 0)
     heads = gl.arange(0, 64, OF_HEADS)
     # Exponents are of 2. The largest score so far starts low, not at -inf, so that no difference is NaN.
@@ -281,31 +310,22 @@ def _attend_left(
         sink = gl.load(sinks_ptr + heads * stride_sink).to(gl.float32) * 1.4426950408889634
         top = gl.where(sink < -1e30, -1e30, sink)
         total = gl.full([64], 1.0, gl.float32, OF_HEADS)
-    decay = total
     hopper.mbarrier.wait(queries_ready, 0)
-    # The product with a tile's values comes behind that for the next one's scores, and beside their softmax; with the
-    # first one's scores there is one with weights of 0, which costs less than code of its own for that turn. A part may
-    # have no tile where few entries are closed.
-    for i in range(turns):
-        s = i % _STAGES
-        phase = (i // _STAGES) & 1
-        last = gl.maximum(i - 1, 0) % _STAGES
-        scores = _scores_of(s, phase, queries_l, queries_r, left, right, ready_l, ready_r, zeros)
-        acc = acc * gl.convert_layout(decay, OF_SUMS, assert_trivial=True)[:, None]
-        acc = hopper.warpgroup_mma(weights.index((i + _STAGES - 1) % _STAGES), left.index(last), acc, is_async=True)
-        scores = hopper.warpgroup_mma_wait(1, deps=(scores,))
-        decay, top, total = _put_weights(
-            s, phase, scores, scale, top, total, biases, weights, decays, weights_ready, weights_free
+    # The next tile's scores come right behind the product with this one's values, whose rows are free before anything
+    # else is waited for.
+    scores = _scores_of(0, queries_l, queries_r, left, right, ready_l, ready_r, zeros)
+    for i in range(turns - 1):
+        acc, top, total = _weigh(
+            i, scores, acc, scale, top, total, left, biases, weights, decays, weights_ready, weights_free
         )
-        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        scores = _scores_of(i + 1, queries_l, queries_r, left, right, ready_l, ready_r, zeros)
+        acc = hopper.warpgroup_mma_wait(2, deps=(acc,))
         barrier()
-        if i > 0:
-            hopper.mbarrier.arrive(free_l.index(last), count=1)
-    for _ in range(gl.minimum(turns, 1)):
-        last = (turns - 1) % _STAGES
-        acc = acc * gl.convert_layout(decay, OF_SUMS, assert_trivial=True)[:, None]
-        acc = hopper.warpgroup_mma(weights.index(last), left.index(last), acc, is_async=True)
-        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        hopper.mbarrier.arrive(free_l.index(i % _STAGES), count=1)
+    acc, top, total = _weigh(
+        turns - 1, scores, acc, scale, top, total, left, biases, weights, decays, weights_ready, weights_free
+    )
+    acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
     if SPLIT:
         heads = row + heads * step
         gl.store(tops_ptr + 4 * heads, top)
@@ -314,14 +334,14 @@ def _attend_left(
         totals.store(total)
         barrier()
         hopper.mbarrier.arrive(total_ready, count=1)
-    total = gl.convert_layout(total, OF_SUMS, assert_trivial=True)
+    total = gl.convert_layout(total, gl.SliceLayout(1, SUMS), assert_trivial=True)
     _put_sums(acc, total, left, row, step, y_ptr, tops_ptr, 0, SPLIT)
 
 
 @gluon.jit
 def _attend_right(
-    queries_r, weights, decays, totals, right, ready_r, free_r, queries_ready, weights_ready, weights_free, total_ready,
-    q_ptr, y_ptr, tops_ptr, stride_q_h, row, step, turns, SPLIT: gl.constexpr,
+    queries_r, weights, decays, totals, right, free_r, queries_ready, weights_ready, weights_free, total_ready, q_ptr,
+    y_ptr, tops_ptr, stride_q_h, row, step, turns, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The sums of the right half."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -331,16 +351,15 @@ def _attend_right(
     acc = gl.zeros([64, _HALF], gl.float32, SUMS)
     for i in range(turns):
         s = i % _STAGES
-        phase = (i // _STAGES) & 1
-        # The weights imply the rows, but it is the writers' own fence that asynchronous products go by.
-        hopper.mbarrier.wait(ready_r.index(s), phase)
-        hopper.mbarrier.wait(weights_ready.index(s), phase)
-        acc = acc * decays.index(s).load(OF_HEADS)[:, None]
-        acc = hopper.warpgroup_mma(weights.index(s), right.index(s), acc, is_async=True)
+        # The weights imply the rows.
+        hopper.mbarrier.wait(weights_ready, i & 1)
+        hopper.fence_async_shared()
+        acc = acc * decays.load(OF_HEADS)[:, None]
+        acc = hopper.warpgroup_mma(weights, right.index(s), acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         barrier()
         hopper.mbarrier.arrive(free_r.index(s), count=1)
-        hopper.mbarrier.arrive(weights_free.index(s), count=1)
+        hopper.mbarrier.arrive(weights_free, count=1)
     total = gl.full([64], 1.0, gl.float32, OF_HEADS)
     if not SPLIT:
         hopper.mbarrier.wait(total_ready, 0)
@@ -381,8 +400,39 @@ def _sparse_mla_hopper_kernel(
     NAMED: gl.constexpr,
     TOKENS: gl.constexpr,
     SPLIT: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """64 heads of one token and every `splits`-th tile of its keys; a page's stride is in words."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # A group of all keys side by side: what a warp reads at once has banks of its own.
+    CODES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1])
+    queries_l = gl.allocate_shared_memory(gl.bfloat16, [64, _HALF], TILE)
+    queries_r = gl.allocate_shared_memory(gl.bfloat16, [64, _HALF], TILE)
+    left = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, _HALF], TILE)
+    right = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, _HALF], TILE)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [64, _KEYS], TILE)
+    words_l = seen_as(left, gl.int32, [_STAGES, _KEYS, 128], WORDS)
+    words_r = seen_as(right, gl.int32, [_STAGES, _KEYS, 128], WORDS)
+    codes_l = gl.allocate_shared_memory(gl.int32, [_KEYS, 4, 16], CODES)
+    codes_r = gl.allocate_shared_memory(gl.int32, [_KEYS, 2, 16], CODES)
+    scales = gl.allocate_shared_memory(gl.int32, [_KEYS, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    indices = gl.allocate_shared_memory(indices_ptr.dtype.element_ty if NAMED else gl.int32, [2, _KEYS], FLAT)
+    biases = gl.allocate_shared_memory(gl.float32, [_STAGES, _KEYS], FLAT)
+    decays = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    totals = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    ready_l, ready_r = allocate_barriers(_STAGES), allocate_barriers(_STAGES)
+    free_l, free_r = allocate_barriers(_STAGES), allocate_barriers(_STAGES)
+    weights_ready, weights_free = allocate_barriers(1), allocate_barriers(1)
+    queries_ready, total_ready = allocate_barriers(1), allocate_barriers(1)
+    init_barriers((ready_l, ready_r, free_l, free_r), _STAGES)
+    init_barriers((weights_ready, weights_free, queries_ready, total_ready), 1)
+    weights_ready, weights_free = weights_ready.index(0), weights_free.index(0)
+    queries_ready, total_ready = queries_ready.index(0), total_ready.index(0)
+    hopper.fence_async_shared()
+    barrier()
+    wait_for_inputs(OVERLAP)
     tiles: gl.constexpr = H // 64
     W: gl.constexpr = (SPAN + _KEYS - 1) // _KEYS
     pid, split, splits = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
@@ -394,8 +444,9 @@ def _sparse_mla_hopper_kernel(
             closed = gl.minimum(n // RATIO, slots)
             named = closed
         blocks = (named + _KEYS - 1) // _KEYS
-    # Blocks are dealt out in turn, so that the parts are equally long whatever is closed.
-    turns = (blocks + W - split + splits - 1) // splits
+    # Blocks are dealt out in turn, so that the parts are equally long whatever is closed. A part that gets none takes
+    # one in which nothing counts.
+    turns = gl.maximum((blocks + W - split + splits - 1) // splits, 1)
     q_ptr += b * stride_q_b + head.to(gl.int64) * stride_q_h
     sinks_ptr += head * stride_sink
     window_ptr = (window_ptr + b * stride_w_b).to(gl.pointer_type(gl.int32), bitcast=True)
@@ -405,40 +456,16 @@ def _sparse_mla_hopper_kernel(
     row, step = b * H + head, 1
     if SPLIT:
         row, step = row * splits + split, splits
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries_l = gl.allocate_shared_memory(gl.bfloat16, [64, _HALF], TILE)
-    queries_r = gl.allocate_shared_memory(gl.bfloat16, [64, _HALF], TILE)
-    left = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, _HALF], TILE)
-    right = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, _HALF], TILE)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, 64, _KEYS], TILE)
-    words_l = seen_as(left, gl.int32, [_STAGES, _KEYS, 128], WORDS)
-    words_r = seen_as(right, gl.int32, [_STAGES, _KEYS, 128], WORDS)
-    # A group of all keys side by side: what a warp reads at once has banks of its own.
-    raw = gl.allocate_shared_memory(gl.int32, [_KEYS, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1]))
-    biases = gl.allocate_shared_memory(gl.float32, [_STAGES, _KEYS], FLAT)
-    decays = gl.allocate_shared_memory(gl.float32, [_STAGES, 64], FLAT)
-    totals = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    ready_l, ready_r = allocate_barriers(_STAGES), allocate_barriers(_STAGES)
-    free_l, free_r = allocate_barriers(_STAGES), allocate_barriers(_STAGES)
-    weights_ready, weights_free = allocate_barriers(_STAGES), allocate_barriers(_STAGES)
-    queries_ready, total_ready = allocate_barriers(1), allocate_barriers(1)
-    init_barriers((ready_l, ready_r, free_l, free_r, weights_ready, weights_free), _STAGES)
-    init_barriers((queries_ready, total_ready), 1)
-    queries_ready, total_ready = queries_ready.index(0), total_ready.index(0)
-    hopper.fence_async_shared()
-    barrier()
     gl.warp_specialize(
         [
             (_attend_left, (queries_l, queries_r, weights, decays, totals, left, right, biases, ready_l, ready_r,
                             free_l, queries_ready, weights_ready, weights_free, total_ready, q_ptr, sinks_ptr, y_ptr,
                             tops_ptr, stride_q_h, stride_sink, scale, row, step, turns, split, SPLIT)),
-            (_attend_right, (queries_r, weights, decays, totals, right, ready_r, free_r, queries_ready, weights_ready,
+            (_attend_right, (queries_r, weights, decays, totals, right, free_r, queries_ready, weights_ready,
                              weights_free, total_ready, q_ptr, y_ptr, tops_ptr, stride_q_h, row, step, turns, SPLIT)),
-            (_decode_rows, (words_l, words_r, raw, biases, ready_l, ready_r, free_l, free_r, window_ptr, entries_ptr,
-                            indices_ptr, stride_w_s, stride_e_s, stride_i_a, n, before, closed, named, split, splits,
-                            turns, SPAN, NAMED, TOKENS)),
+            (_decode_rows, (words_l, words_r, codes_l, codes_r, scales, indices, biases, ready_l, ready_r, free_l,
+                            free_r, window_ptr, entries_ptr, indices_ptr, stride_w_s, stride_e_s, stride_i_a, n,
+                            before, closed, named, split, splits, turns, SPAN, NAMED, TOKENS)),
         ],
         [4, _DECODERS],
         [_REGISTERS_RIGHT, _REGISTERS_DECODERS],
@@ -447,12 +474,13 @@ def _sparse_mla_hopper_kernel(
 
 @kernel
 @gluon.jit(do_not_specialize=["splits"])
-def _join_hopper_kernel(sums_ptr, tops_ptr, y_ptr, splits, PARTS: gl.constexpr):
+def _join_hopper_kernel(sums_ptr, tops_ptr, y_ptr, splits, PARTS: gl.constexpr, OVERLAP: gl.constexpr):
     """The sum of four heads' parts, a warp each, scaled to the largest score of all; the sink makes totals positive.
 
     tops: [heads, splits, 4] of the largest score, the total, and what the sums of each half of the columns are times.
     PARTS: how many are read at once.
     """
+    wait_for_inputs(OVERLAP)
     ALL: gl.constexpr = gl.BlockedLayout([1, PARTS, 8], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     OF_PARTS: gl.constexpr = gl.SliceLayout(2, ALL)
     OF_SUMS: gl.constexpr = gl.SliceLayout(1, ALL)
@@ -519,6 +547,7 @@ def launch(
     store = window if entries is None else entries
     of_indices = (0, 0) if indices is None else indices.stride()
     out, tops = y, y
+    overlap = overlap_options(q.device)
     if splits > 1:
         out = torch.empty((B * H * splits, K), dtype=torch.float16, device=q.device)
         tops = torch.empty((B * H * splits, 4), dtype=torch.float32, device=q.device)
@@ -551,8 +580,12 @@ def launch(
         NAMED=indices is not None,
         TOKENS=tokens,
         SPLIT=splits > 1,
+        OVERLAP=bool(overlap),
         num_warps=4,
+        **overlap,
     )
     if splits > 1:
         parts = min(16, next_power_of_2(splits))
-        _join_hopper_kernel[(B * H // 4,)](out, tops, y, splits, PARTS=parts, num_warps=4)
+        _join_hopper_kernel[(B * H // 4,)](
+            out, tops, y, splits, PARTS=parts, OVERLAP=bool(overlap), num_warps=4, **overlap
+        )

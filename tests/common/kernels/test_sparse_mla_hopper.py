@@ -42,10 +42,14 @@ def test_what_is_compiled() -> None:
     assert [line["call"].endswith("join") for line in lines] == [False, True, False, False, True]
     for line in lines:
         assert line["shared"] <= SHARED_MEMORY
-        assert not {"STL", "LDL"} & line.keys(), f"registers are spilled: {line}"
+        spills = {"STL", "LDL"} & line.keys()
         if line["call"].endswith("join"):
+            assert not spills, f"registers are spilled: {line}"
             continue
-        # 32 for scores, 4 for the sums of each half of the columns, and 4 for those of the last tile. The compiler has
-        # one wait for another where it finds that their registers overlap.
-        assert line["HGMMA"] == 44
+        # Triton 3.6, which it is measured with, spills none; 3.9 keeps addresses elsewhere, of which turns read a few.
+        assert not (spills and line["triton"].startswith("3.6.")), f"registers are spilled: {line}"
+        assert line["in loops"] <= 16, f"more than addresses is spilled: {line}"
+        # 32 for the first tile's scores and 32 for the others', 4 for the sums of each half of the columns, and 4 for
+        # those of the last tile. The compiler has one wait for another where it finds that their registers overlap.
+        assert line["HGMMA"] == 76
         assert line["WARPGROUP.DEPBAR"] < 10, f"products run one after another: {line}"
