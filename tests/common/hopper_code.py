@@ -108,18 +108,12 @@ class Compiled:
 def in_loops(code):
     """The instructions of a program's innermost loops that multiply matrices or copy."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\\*([0-9a-f]{4,5})\\*/\\s+(.*?);", code)]
-    loops = []
-    for last, text in lines:
-        branch = re.match(r"@.* BRA (0x[0-9a-f]+)", text)
-        first = last if branch is None else int(branch[1], 16)
-        body = [text for at, text in lines if first <= at <= last]
-        if first < last and any(re.search(r"\\b(HGMMA|LDGSTS)\\b", text) for text in body):
-            loops.append((first, last, body))
-    innermost = [
-        body for first, last, body in loops
-        if not any(first <= f and l <= last and (f, l) != (first, last) for f, l, _ in loops)
-    ]
-    return "\\n".join(text for body in innermost for text in body)
+    branches = [(at, re.match(r"@.* BRA (0x[0-9a-f]+)", text)) for at, text in lines]
+    loops = [range(int(branch[1], 16), at + 1) for at, branch in branches if branch and int(branch[1], 16) < at]
+    works = {at for at, text in lines if re.search(r"\\b(HGMMA|LDGSTS)\\b", text)}
+    loops = [loop for loop in loops if any(at in loop for at in works)]
+    innermost = [loop for loop in loops if not any(o != loop and o[0] in loop and o[-1] in loop for o in loops)]
+    return "\\n".join(text for at, text in lines if any(at in loop for loop in innermost))
 
 
 class Nothing:
